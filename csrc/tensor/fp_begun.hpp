@@ -1,5 +1,8 @@
-// tensor/fp_begun.hpp -- which collectives a group has begun, and which of them a device, or the host, waits for: kept in mind
-// of groups that are watched (fp_watch.h). Any thread may call these.
+// tensor/fp_begun.hpp -- the collectives that a group has begun, and for which of them a device, or the host, waits. It is
+// noted for groups with a PendingCollectives alone, those of fp_watch.h; for others these calls cost one look at a counter.
+//
+// Any thread may call these, without the GIL. They take one lock, and call no device under it: a device that is stuck may not
+// return.
 #pragma once
 
 #include <chrono>
@@ -19,7 +22,7 @@ seconds(Clock::duration duration)
     return std::chrono::duration<double>(duration).count();
 }
 
-// From its making to its end, a collective over group makes its communicator, if is_first.
+// While one lives, a collective over group makes its communicator, if is_first: that blocks the host until all ranks have come.
 class FirstCollective {
   public:
     FirstCollective(const c10d::ProcessGroup &group, bool is_first);
@@ -28,16 +31,17 @@ class FirstCollective {
     ~FirstCollective();
 
   private:
-    const c10d::ProcessGroup *group_; // null: it is not the first
+    const c10d::ProcessGroup *group_; // null: it is not the first collective
 };
 
-// A collective over group was begun. No stream waits for it yet.
+// Note a collective over group that was begun. No stream waits for it yet. work is referred to weakly.
 void note_begun(const c10d::ProcessGroup &group, const c10::intrusive_ptr<c10d::Work> &work);
 
 struct Wait;
 
-// From its making to end() the current stream of device is made to wait for a collective over group, or the host waits for it.
-// work: null if Python has begun it. The device is asked for nothing, but for whether the oldest wait has ended.
+// From its construction to end() the current stream of device is made to wait for a collective over group, or the host
+// waits. It records an event before and after, between which the stream does nothing but wait. work: null if Python has
+// begun it. Destroyed without end(), the wait has failed.
 class WaitScope {
   public:
     WaitScope(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device);
@@ -48,12 +52,12 @@ class WaitScope {
     void end();
 
   private:
-    std::shared_ptr<Wait> wait_; // null: nobody watches, or it goes into a CUDA graph
+    std::shared_ptr<Wait> wait_; // null: the group is not watched, or the wait is captured into a CUDA graph
 };
 
 struct Begun;
 
-// From its making to its end, what group begins is kept in mind.
+// While one lives, the collectives that group begins are noted. group is not kept, only its address.
 class PendingCollectives {
   public:
     explicit PendingCollectives(const c10d::ProcessGroup *group);
@@ -61,16 +65,17 @@ class PendingCollectives {
     PendingCollectives &operator=(const PendingCollectives &) = delete;
     ~PendingCollectives();
 
-    // Whether not all that was begun is done: other ranks may be needed for it.
+    // Whether a collective has begun and not ended, so that other ranks may be needed. false if the device has failed.
     bool has_work();
 
-    // Whether a stream, or the host, waits now for one that was begun so many seconds ago, or as long for its communicator.
+    // Whether a stream, or the host, waits now for a collective that began at least `patience` seconds ago, or has made a
+    // communicator for so long.
     bool has_waited(double patience);
 
-    // Whether any group that is kept in mind in this process has work.
+    // has_work() of any group in this process.
     static bool any_has_work();
 
-    // Where streams wait; null: none has waited yet.
+    // The device of the streams that wait; null: none has waited yet.
     std::optional<c10::Device> device();
 
   private:

@@ -1,5 +1,6 @@
-// tensor/fp_bridge.hpp -- shared by the C++ files of the bridge: unpacking, the exception barrier, the geometry, and
-// everything that differs between torch versions.
+// tensor/fp_bridge.hpp -- shared by the C++ files of the bridge: unpack tensors, stop exceptions at the border to C, the
+// geometry, storages that are freed and filled again, and what differs between versions of torch. The GIL is held unless a
+// comment says otherwise.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +22,7 @@ extern "C" {
 
 namespace fp {
 
+// The place of one tensor in a flat tensor, in elements. Always dense.
 struct View {
     int64_t offset = 0;
     int64_t numel = 0;
@@ -28,12 +30,13 @@ struct View {
     std::vector<int64_t> shape, stride;
 };
 
+// The places of all, sorted by offset; gaps are padding.
 struct Geometry {
     std::vector<View> views;
     int64_t total = 0;
 };
 
-// Whether object is a tensor, of a subclass too. THPVariable_Check would believe what it says its __class__ is.
+// Whether object is a tensor, also of a subclass. THPVariable_Check would believe the object's __class__ attribute.
 inline bool
 is_tensor(PyObject *object)
 {
@@ -41,7 +44,7 @@ is_tensor(PyObject *object)
     return tensors != nullptr && PyType_IsSubtype(Py_TYPE(object), tensors);
 }
 
-// The tensor behind a plain tensor object; throws TypeError for anything else (subclasses and wrappers included).
+// The tensor of a plain object (fp_torch_is_plain); TypeError for all others, subclasses and wrappers too.
 inline const at::Tensor &
 unpack(PyObject *object)
 {
@@ -61,7 +64,8 @@ unpack_all(PyObject *const *objects, Py_ssize_t n)
     return tensors;
 }
 
-// The barrier: runs body, which may return nothing for 0; a C++ exception becomes a Python one and failure is returned.
+// The barrier between C++ and C: run body and return its result (0 if it returns nothing). A C++ exception becomes a Python
+// one, and failure is returned.
 template <class Result, class Body>
 Result
 guarded(Result failure, Body &&body) noexcept
@@ -99,7 +103,7 @@ make_node(Args &&...args)
     }
 }
 
-// The address of a storage's memory, nullptr if freed; never throws, whatever set_freed_reason asked for.
+// The address of a storage's memory; nullptr: freed. It does not throw after set_freed_reason().
 inline const void *
 address_of(c10::StorageImpl *storage)
 {
@@ -107,7 +111,7 @@ address_of(c10::StorageImpl *storage)
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
-// This torch can let accesses throw, and has no function that takes it back. An explicit instantiation may name what is private.
+// This torch can let accesses throw, and has no function that ends it. An explicit instantiation may name private members.
 namespace {
 template <bool c10::StorageImpl::*throws, void (c10::StorageImpl::*refresh)()> struct LetsAccess {
     friend void clear_freed_reason(c10::StorageImpl &storage)
@@ -128,7 +132,7 @@ clear_freed_reason(c10::StorageImpl &storage)
 }
 #endif
 
-// Let every access to the data of storage throw reason, or (nullptr) let it be accessed again. Returns whether they throw.
+// Let every access to the data of storage throw reason, or allow it again (nullptr). Returns whether accesses throw.
 inline bool
 set_freed_reason(c10::StorageImpl *storage, const char *reason)
 {
@@ -141,7 +145,8 @@ set_freed_reason(c10::StorageImpl *storage, const char *reason)
     return reason != nullptr;
 }
 
-// A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.
+// A new tensor over the storage of source, without autograd and without a copy, as the kernel of as_strided makes it.
+// offset: in the storage, in elements.
 at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
 
 // The same at one place of a flat tensor.
@@ -151,57 +156,56 @@ alias(const at::Tensor &flat, const View &place)
     return alias(flat, place.shape, place.stride, flat.storage_offset() + place.offset);
 }
 
-// The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
+// The bytes of memory of a storage: 0 if it is freed, also where it still tells its size.
 size_t memory_of(c10::StorageImpl *storage);
 
-// Whether storage is as torch makes one: nobody reads its memory by its address, and it is not the memory of a file that other
-// processes may have too.
+// Whether storage may be freed: its memory was not lent (fp_torch_lend), and is no file that other processes may map.
 bool has_own_memory(const c10::StorageImpl *storage);
 
-// Give storage room for bytes, 0: free it; see fp_torch_resize_storage. Throws, and changes nothing, if it borrows its
-// memory, or somebody else does (a NumPy array). given: memory for it; null: its allocator has some.
+// Give storage memory for so many bytes; 0: free it. reason, keeps_size: as for fp_torch_free(). given: the memory; null:
+// from its allocator. Throws and changes nothing if the storage borrows its memory, or has lent it (a NumPy array).
 void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size,
                     c10::DataPtr given = c10::DataPtr());
 
-// A storage that flatparam frees and fills again is noted; with the GIL held.
+// Note a storage that flatparam frees and fills again; and whether one was noted.
 void note_reused(c10::StorageImpl *storage);
 bool is_reused(const c10::StorageImpl *storage);
 
-// Whether somebody outside has the Python object of a storage that has memory, and that tensors of ours have too.
+// Whether code outside refers to the Python object of a storage that has memory, and may read it by its address.
 bool has_borrower(c10::StorageImpl *storage);
 
-// An empty tensor whose storage is like one of bytes that resize_storage has freed.
+// An empty tensor with a new storage, like one of so many bytes that resize_storage() has freed.
 at::Tensor freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size);
 
-// Let tensor lie in source's storage, with the history and the Python object that it has.
+// Move tensor to source's storage. It keeps its shape, its history and its Python object.
 void move_to_storage(const at::Tensor &tensor, const at::Tensor &source);
 
-// The bytes of memory that tensor needs from the beginning of its storage on.
+// The bytes that tensor needs in its storage, from the beginning of that.
 size_t bytes_for(const at::Tensor &tensor);
 
-// Whether the storage of tensor has memory for all of its elements: users can free and resize each storage that they reach. What
-// has no memory of its own (sparse tensors, those on the meta device, wrappers of Python) does.
+// Whether the storage of tensor has memory for all elements: users can free and resize each storage that they reach. true for
+// tensors without a storage that could be asked (sparse ones, meta ones, wrappers in Python).
 bool has_memory(const at::Tensor &tensor);
 
-// Throws ValueError, which begins with name, unless it has. Whoever reads or writes memory that a user can reach calls this
-// before: torch's operations look at the size of no storage.
+// Throw ValueError, which begins with name, unless has_memory(). Call it before each read or write of memory that a user can
+// reach: torch's operations do not look at the size of a storage.
 void check_memory(const at::Tensor &tensor, const char *name = nullptr);
 
-// Views of flat at the places of geometry, new references: differentiable ones, tracked by node if there is one; or leaves.
-// They share flat's version counter. ValueError unless flat is 1-D and of geometry's length; -1 with a Python exception.
-// spare, idle: see fp_torch_make_views().
+// Write views of flat at the places of geometry to out, new references: make_views() differentiable ones, behind node if
+// there is one; make_leaves() leaves. They share flat's version counter. 0; -1 with a Python exception, and nothing in out;
+// ValueError is thrown unless flat is 1-D and of geometry's length. spare, idle: see fp_torch_make_views().
 int make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &node, PyObject **out,
                PyObject *const *spare = nullptr, const char *idle = nullptr);
 int make_leaves(const at::Tensor &flat, const Geometry &geometry, PyObject **out);
 
-// One 1-D tensor with the pieces at their places and zeros between them, made of torch operations only: differentiable,
-// for any device, layout or wrapper. Undefined pieces count as zeros.
+// A 1-D tensor with the pieces at their places, and zeros between them and for undefined pieces. It uses operations of torch
+// alone: slow, differentiable, and for any device, layout or wrapper.
 at::Tensor flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                           const at::TensorOptions &options);
 
 bool is_plain_tensor(const at::Tensor &tensor);
 
-// Whether tensor is at offset of source's storage in this shape, with these strides and source's dtype.
+// Whether tensor lies in source's storage at offset (elements), in this shape, with these strides and source's dtype.
 bool is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
            int64_t offset);
 
@@ -211,7 +215,7 @@ is_at(const at::Tensor &tensor, const at::Tensor &flat, const View &place)
     return is_at(tensor, flat, place.shape, place.stride, flat.storage_offset() + place.offset);
 }
 
-// Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
+// Whether tensor's elements have view's order in memory, so that they can be copied in one run.
 bool same_layout(const at::Tensor &tensor, const View &view);
 
 inline c10::StorageImpl *
@@ -220,7 +224,7 @@ storage_of(const at::Tensor &tensor)
     return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Whether piece is the numel elements from start on of whole's memory.
+// Whether piece is elements [start, start + numel) of whole's memory.
 inline bool
 is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_t numel)
 {
@@ -228,7 +232,7 @@ is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_
            piece.storage_offset() == whole.storage_offset() + start;
 }
 
-// param.grad = None. Releasing a gradient may run Python code, which shall not find it there any more.
+// param.grad = None. The release of a gradient may run Python code, which must not find the gradient there.
 inline void
 drop_grad(const at::Tensor &param)
 {
@@ -237,21 +241,21 @@ drop_grad(const at::Tensor &param)
     }
 }
 
-// Throws ValueError unless gradients are those of the views of geometry, some perhaps undefined. The engine sees to that,
-// but who calls the node called what directly may pass anything.
+// Throw ValueError unless gradients fit the views of geometry; some may be undefined. The engine guarantees that, a direct
+// call of the node from Python does not. what: the name of the node, for the error.
 void check_gradients(const Geometry &geometry, const std::vector<at::Tensor> &gradients, const std::string &what);
 
-// Whether many gradients cannot be added in this dtype.
+// Whether dtype is too coarse to add many gradients in.
 inline bool
 is_low(at::ScalarType dtype)
 {
     return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// at::empty(), of which no mode of Python (FakeTensorMode, in which torch.export runs) makes something else.
+// at::empty() past Python's dispatch modes: FakeTensorMode, in which torch.export runs, would return a tensor without memory.
 at::Tensor real_empty(c10::IntArrayRef shape, const at::TensorOptions &options);
 
-// Outside of autograd, of inference mode and of torch.func's transforms, whatever the caller is in.
+// While one lives, this thread is outside of autograd, of inference mode and of torch.func's transforms.
 struct Plainly {
     c10::InferenceMode inference{false};
     at::NoGradGuard no_grad;
@@ -259,7 +263,7 @@ struct Plainly {
         {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-// The GIL for a thread of autograd, which has none.
+// While one lives, this thread of autograd, which comes without it, has the GIL.
 struct WithGil {
     PyGILState_STATE state = fp_gil_ensure();
     WithGil() = default;
@@ -271,7 +275,7 @@ struct WithGil {
     }
 };
 
-// The GIL given back while this thread works on memory or waits.
+// While one lives, this thread has released the GIL: it works on memory, or waits.
 struct WithoutGil {
     PyThreadState *state = PyEval_SaveThread();
     WithoutGil() = default;
@@ -283,7 +287,7 @@ struct WithoutGil {
     }
 };
 
-// What call gives, made without the GIL.
+// call(), made without the GIL.
 template <class Call>
 auto
 unlocked(Call &&call)
@@ -294,7 +298,7 @@ unlocked(Call &&call)
 
 } // namespace fp
 
-// The C name for a shared Geometry.
+// The C handle of a shared Geometry.
 struct fp_geometry {
     std::shared_ptr<const fp::Geometry> shared;
 };

@@ -1,4 +1,5 @@
-// tensor/fp_convert.hpp -- copying, converting and adding dense tensors in one pass over memory, by the core's kernels.
+// tensor/fp_convert.hpp -- copy, convert and add dense tensors in one pass over memory: on the CPU by the core's kernels, on an
+// accelerator by ours (fp_launch.hpp), else by torch's operations. The GIL may be held or not; autograd is off (Plainly).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,35 +15,37 @@ extern "C" {
 
 namespace fp {
 
-// What converting and packing do to the elements of target.
+// How target gets its elements.
 struct How {
-    std::optional<double> scale; // multiply by it, in target's dtype
-    bool accumulate = false;     // add to target
+    std::optional<double> scale; // multiply them by it, in target's dtype
+    bool accumulate = false;     // add them to target's
 };
 
-// What follows throws ValueError for a source or target that is freed or too small.
+// The functions below write target (+)= f(source). They throw ValueError, before they write, where source or target has
+// less memory than it needs.
 
-// The core's name for a dtype that it converts from and to; it copies any.
+// The core's name for a dtype; none: the core only copies it, and does not convert it.
 std::optional<fp_dtype> core_dtype(at::ScalarType dtype);
 
-// The segments of sources into target in one pass over memory, both on the CPU; between them zeros, or for a plain copy
-// the item at fill. false: not for these dtypes.
+// Pack segments of source_dtype into target, 1-D and contiguous, both on the CPU, in one pass and several threads. Between them
+// come zeros, or for a plain copy the item at fill. false: the core has no kernel for these dtypes, and nothing was done.
+// It does not check memory.
 bool pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments,
           const How &how, const void *fill = nullptr);
 
-// target (+)= the pieces at their places * scale; zeros where there is none. In one pass where all is plain, on the CPU and
-// of the dtype in options; else by kernels, ours or torch's, that each take many tensors; else by torch's operations on what
-// options describe. name: of the unit in errors, or null.
+// target (+)= the pieces at their places * scale; zeros where there is none. One pass where all are plain, on the CPU and
+// of the dtype in options; else kernels, ours or torch's, that each take many tensors; else torch's operations with options.
+// name: of the unit, in errors; or null.
 void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                  const at::TensorOptions &options, const How &how, const char *name = nullptr);
 
-// target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU or the device has kernels.
+// target (+)= source * scale, both 1-D and equally long; one pass where both are on the CPU or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);
 
-// tensor / divisor, rounded to its dtype, as dtype. Here and in the next one tensor may be changed.
+// tensor / divisor, rounded to tensor's dtype and then to dtype. tensor may be changed, and returned.
 at::Tensor divided(at::Tensor tensor, double divisor, at::ScalarType dtype);
 
-// target += that, as target's dtype.
+// target += tensor / divisor, rounded to tensor's dtype before. tensor may be changed.
 void add_divided(const at::Tensor &target, const at::Tensor &tensor, double divisor);
 
 } // namespace fp

@@ -1,4 +1,7 @@
-// tensor/fp_flat_buffer.hpp -- one flat parameter, for the C++ side.
+// tensor/fp_flat_buffer.hpp -- the struct behind fp_flat_buffer.h, and the functions that its files share:
+// fp_flat_buffer.cpp (the storage), fp_buffer_views.cpp, fp_gather.cpp, fp_reduce.cpp, fp_offload.cpp. The GIL protects it.
+//
+// [total] is the numel of all shards together.
 #pragma once
 
 #include "tensor/fp_channel.hpp"
@@ -12,50 +15,49 @@ extern "C" {
 struct fp_flat_buffer : fp_flat_buffer_plan {
     std::shared_ptr<const fp::Geometry> geometry;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
-    bool in_full = false;              // everything is in the shard's dtype for the time being
-    std::optional<c10::Device> device; // to compute on, where it is not the shard's
+    bool in_full = false;              // compute and reduce in the shard's dtype, whatever the options say
+    std::optional<c10::Device> device; // to compute on; none: the shard's
 
-    at::Tensor unsharded; // [total] in the compute dtype; its storage has 0 bytes while freed
-    at::Tensor
-        unsharded_data;     // the same memory under another version counter: autograd sees no change of what is written
-    at::Tensor filling;     // the same memory by a storage of its own, for a gather
-    bool is_hidden = false; // the values are not known to be there: whoever reads unsharded or a view gets the reason
-    fp_data_state data = FP_DATA_SHARDED; // of unsharded; see fp::move
-    at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: what param_group gathers from
-    at::Tensor next_secondary_shard;      // nested: the same while it is gathered
-    c10::intrusive_ptr<c10d::Work> work;  // of a gather
-    fp_group *work_group = nullptr;       // over which
-    bool may_join = false;                // one call of the backend for several; see fp_flat_buffers_begin
-    bool has_joined = false;              // what was begun is that call's work, once it has ended
+    at::Tensor unsharded;      // [total] in the compute dtype; its storage has 0 bytes while freed
+    at::Tensor unsharded_data; // the same memory, another version counter: autograd does not see writes to it
+    at::Tensor filling;        // the same memory, another storage: a gather writes by it while unsharded is hidden
+    bool is_hidden = false;    // an access to unsharded or a view raises the reason: values may be missing
+    fp_data_state data = FP_DATA_SHARDED; // of unsharded; only fp::move changes it
+    at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: param_group gathers from it
+    at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
+    c10::intrusive_ptr<c10d::Work> work;  // the pending gather; null: none
+    fp_group *work_group = nullptr;       // its group, borrowed
+    bool may_join = false;                // between fp_flat_buffers_begin and _end: collectives join into one call
+    bool has_joined = false;              // its collective is part of that call, whose work replaces its own
     at::Tensor accumulated_grad;          // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output;     // nested: [total / param_shards] of it, added over param_group
-    at::Tensor reduce_input, reduce_output;
-    at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
-    c10::intrusive_ptr<c10d::Work> reduction;
-    bool is_divided = false;                       // what is reduced: the collective multiplies it by 1 / postdivide
-    at::Tensor arriving_grad;                      // the reduced gradient on the host, once has_arrived
-    std::optional<fp::Mark> was_read;              // recorded after the copy from a shard on the host
-    std::optional<fp::Mark> was_filled;            // the same after a gather that is no work
-    std::optional<fp::Mark> has_arrived;           // and after the copy to a shard's gradient on the host
-    fp::Home home;                                 // of the memory of unsharded
-    fp::Home accumulated_home;                     // of what is accumulated
-    fp_gradient_state gradient = FP_GRADIENT_NONE; // see fp::move
-    at::Tensor host;                  // where what was accumulated is between backwards; pinned beside an accelerator
-    bool host_valid = false;          // it is there now
-    std::optional<fp::Mark> has_left; // recorded after the copy to it
-    at::Tensor reload_buffer;         // a copy of host on the device that was started in time
-    std::optional<fp::Mark> has_come; // recorded after it
-    uint32_t trained = 0;             // a hash of who requires grad
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
-    int64_t sources = 0;                                             // how often that changed
-    std::shared_ptr<fp::UnitRef> unit;                               // whose views they are; null before there are any
-    fp::NodePtr node;                                                // behind the views; null if they have none
+    at::Tensor partial_reduce_output;     // nested: [total / param_shards], gradients reduced over param_group
+    at::Tensor reduce_input, reduce_output;   // of the pending reduction, in reduce_dtype_of(shard)
+    at::Tensor reduce_slice;                  // the part of reduce_input to copy to reduce_output after an all-reduce
+    c10::intrusive_ptr<c10d::Work> reduction; // the pending reduction; null: none
+    bool is_divided = false;                  // the reduced gradient is divided by postdivide already
+    at::Tensor arriving_grad;                 // the reduced gradient; on the host valid from has_arrived on
+    std::optional<fp::Mark> was_read;         // after the copy from a shard on the host
+    std::optional<fp::Mark> was_filled;       // after a gather without a work
+    std::optional<fp::Mark> has_arrived;      // after the copy to a shard's gradient on the host
+    fp::Home home;                            // of the memory of unsharded
+    fp::Home accumulated_home;                // of the accumulated gradient
+    fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
+    at::Tensor host;                  // the accumulated gradient between backwards; pinned beside an accelerator
+    bool host_valid = false;          // host has the values, and the device has none
+    std::optional<fp::Mark> has_left; // after the copy to host
+    at::Tensor reload_buffer;         // a copy of host on the device, started ahead of its use
+    std::optional<fp::Mark> has_come; // after that copy
+    uint32_t trained = 0;             // a hash of which parameters require grad
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // the storage of the shard, as last seen
+    int64_t sources = 0;                                             // how often it has changed
+    std::shared_ptr<fp::UnitRef> unit;                               // the unit of the views; null before there are any
+    fp::NodePtr node;                                                // behind the views; null: they have none
     int64_t shown_version = 0; // the version of unsharded that autograd knows of the views
-    int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
+    int64_t seen_version = 0;  // the version up to which user writes were taken
 
     explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
-    // Somebody outside reads the memory of unsharded, which may not be freed or written to then.
+    // Code outside may read the memory of unsharded by its address: do not free it, do not write to it.
     bool is_borrowed() const
     {
         return unsharded.defined() && data != FP_DATA_BORROWED &&
@@ -65,7 +67,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     {
         return data == FP_DATA_REFRESHING || data == FP_DATA_GATHERING || data == FP_DATA_ABANDONED;
     }
-    // What was gathered is there, or about to be.
+    // The gathered values are there, or a pending gather writes them.
     bool is_gathered() const
     {
         return data == FP_DATA_GATHERING || data == FP_DATA_UNSHARDED;
@@ -96,57 +98,61 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
 
 namespace fp {
 
-// Of the unsharded tensor.
+// The bytes of the unsharded tensor.
 inline size_t
 bytes_of(const fp_flat_buffer &flat)
 {
     return static_cast<size_t>(flat.geometry->total) * flat.unsharded.itemsize();
 }
 
-// In errors; null before there are views.
+// The unit's name for errors; null before there are views.
 inline const char *
 name_of(const fp_flat_buffer &flat)
 {
     return flat.unit ? flat.unit->name.c_str() : nullptr;
 }
 
-// The only way to another state; RuntimeError, with nothing changed, where the core's table has no such move.
+// The only way to another state. RuntimeError, with nothing changed, where the table in core/fp_state.c has no such move.
 void move(fp_flat_buffer &flat, fp_data_event event);
 void move(fp_flat_buffer &flat, fp_gradient_event event);
-void check(const fp_flat_buffer &flat, fp_gradient_event event); // the same error, before what cannot be taken back
+void check(const fp_flat_buffer &flat, fp_gradient_event event); // the same error, without the move
 
 // ---- fp_gather.cpp ----
 
-// Whether the gather under way may never end: it is abandoned then, and its memory cannot be freed. If it has ended, however
-// it did, it is forgotten.
+// Whether the pending gather may never end: it becomes abandoned, and its memory must not be freed. A gather that was abandoned
+// and has ended since counts as failed, and returns false.
 bool is_lost(fp_flat_buffer &flat);
 
-// Wait for a gather. One that has failed leaves nothing; where the wait was broken off, nothing changes.
+// Wait for the pending gather, if there is one. Throws: the gather has failed and nothing is gathered; or the wait was
+// interrupted, the gather goes on, and the wait may be repeated.
 void wait_for_gather(fp_flat_buffer &flat);
 
-// The same on the current stream for what is written without a work: nothing else may come to that memory before.
+// Let the current stream wait for a gather without a work, before it uses that memory.
 void wait_for_fill(fp_flat_buffer &flat);
 
 // ---- fp_buffer_views.cpp ----
 
+// Whether view lies at the place of parameter i in the flat buffer.
 bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);
 
+// Whether a and b, equally long and of one dtype, have the same bits: NaNs count as equal.
 bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 
-// Let autograd take the views for what they were made as, though unsharded has been changed in place since; else it would
-// look for another history of them.
+// show_version: tell autograd that the views are up to date with unsharded, which was changed in place; else it would make
+// another history for them. change_version: count one more change first, so that graphs which need the old values are refused.
 void show_version(fp_flat_buffer &flat, PyObject *const *views);
 void change_version(fp_flat_buffer &flat, PyObject *const *views);
 
 // ---- fp_offload.cpp ----
 
-// What lies in host memory comes back into an empty accumulator, in time for what the current stream does next.
+// If the accumulated gradient lies in host memory, move it to accumulator, which is empty, on the device. The current
+// stream waits for the copy.
 void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
-// The current stream uses what is accumulated, or has used it: see Home::share().
+// Tell the allocator that the current stream uses the accumulated gradient: see Home::share().
 void share_accumulated(fp_flat_buffer &flat);
 
-// What was accumulated goes to host memory.
+// With offloads, move accumulator to host memory; else do nothing.
 void offload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
 } // namespace fp

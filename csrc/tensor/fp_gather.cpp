@@ -1,4 +1,11 @@
-// tensor/fp_gather.cpp -- the shards of all ranks gathered into the storage of one flat parameter.
+// tensor/fp_gather.cpp -- gather the shards of all ranks into the storage of one flat parameter; see fp_flat_buffer.h.
+//
+// Nothing may read memory that is not filled yet: the collective writes by `filling`, a second storage over the same
+// memory. The storage of unsharded is hidden until the wait, so that a read of a view raises and does not return old bytes.
+// end_filling() takes the second storage back.
+//
+// Where the wait takes place: a collective from C++ has a work, and wait_for_gather() waits for it. One from Python has
+// waited itself. A fill without a collective is ordered by the mark was_filled.
 #include <ATen/ops/empty.h>
 
 #include "tensor/fp_convert.hpp"
@@ -9,21 +16,22 @@
 namespace fp {
 namespace {
 
-// What a gather writes to.
+// The tensor to which a gather writes.
 const at::Tensor &
 target_of(const fp_flat_buffer &flat)
 {
     return flat.filling.defined() ? flat.filling : flat.unsharded_data;
 }
 
-// Let whoever reads unsharded or a view get reason; NULL: the values.
+// Let an access to unsharded or a view raise reason; NULL: let it read the values.
 void
 set_hidden(fp_flat_buffer &flat, const char *reason)
 {
     flat.is_hidden = set_freed_reason(storage_of(flat.unsharded), reason);
 }
 
-// As collectives move it: as bytes where not every backend knows its dtype. In Python as_sent().
+// The tensor as collectives send it: bytes for dtypes that not every backend knows, such as fp8. Python's as_sent() does
+// the same.
 at::Tensor
 as_sent(const at::Tensor &tensor)
 {
@@ -32,7 +40,7 @@ as_sent(const at::Tensor &tensor)
     return known ? tensor : tensor.view(at::kByte);
 }
 
-// Start gathering over group; 0: Python does it, which waits itself.
+// Start to gather over group. false: Python has done it, and has waited.
 bool
 gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, const at::Tensor &own,
             PyObject *collectives)
@@ -50,7 +58,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
     return true;
 }
 
-// The same into the unsharded tensor.
+// The same into the unsharded tensor. A hook of Python's collective may have freed that: RuntimeError.
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, const at::Tensor &input, PyObject *collectives)
 {
@@ -64,7 +72,7 @@ gather_all(fp_flat_buffer &flat, fp_group &group, const at::Tensor &input, PyObj
     move(flat, FP_DATA_FILL);
 }
 
-// The same memory as whole by a storage of its own, which keeps whole's.
+// The memory of whole through a second storage, which keeps whole's alive.
 at::Tensor
 by_own_storage(const at::Tensor &whole)
 {
@@ -80,7 +88,7 @@ by_own_storage(const at::Tensor &whole)
     return made;
 }
 
-// Nobody writes by that storage any more. A backend may have kept the tensor: it finds no memory there.
+// The collective has ended: take its storage back. A backend that has kept the tensor finds no memory there.
 void
 end_filling(fp_flat_buffer &flat)
 {
@@ -92,8 +100,8 @@ end_filling(fp_flat_buffer &flat)
     }
 }
 
-// Until the gather under way was waited for nobody reads by a view what is not there yet: a graph that comes to the unit by
-// another way than its output, say.
+// Until the wait an access to the values raises reason. A graph that reaches the unit past its outputs, for example, would read
+// them before.
 void
 hide(fp_flat_buffer &flat, const char *reason)
 {
@@ -105,7 +113,7 @@ hide(fp_flat_buffer &flat, const char *reason)
     }
 }
 
-// Where the values are there.
+// If the values are there, allow access to them.
 void
 show(fp_flat_buffer &flat)
 {
@@ -117,7 +125,7 @@ show(fp_flat_buffer &flat)
     }
 }
 
-// The gather under way has failed.
+// Note that the pending gather has failed. Nothing is gathered; a secondary shard that it made is dropped.
 void
 fail(fp_flat_buffer &flat)
 {
@@ -127,7 +135,7 @@ fail(fp_flat_buffer &flat)
     move(flat, FP_DATA_FAIL);
 }
 
-// A gather that is void is not under way, and has left nothing.
+// A gather of another capture of a CUDA graph never runs here: count it as failed.
 void
 drop_void(fp_flat_buffer &flat)
 {
@@ -136,7 +144,7 @@ drop_void(fp_flat_buffer &flat)
     }
 }
 
-// slot = shard, from the host too.
+// slot = shard, converted; a shard on the host is copied to the device first.
 void
 fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
 {
@@ -149,7 +157,8 @@ fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
     flat.was_read.emplace(recorded_now(slot.device()));
 }
 
-// Memory for the unsharded tensor. Returns whether it has values already: of a gather before.
+// Give the unsharded tensor memory, registered with the backend where that is asked for. Returns whether it has values of an
+// earlier gather.
 bool
 make_room(fp_flat_buffer &flat)
 {
@@ -167,9 +176,13 @@ make_room(fp_flat_buffer &flat)
     return !std::exchange(flat.is_hidden, false) && !is_new;
 }
 
-// Whether the group sends the shard from where it lies, without a copy in its place in the gathered buffer. The copy is made on the
-// host and by strategies that gather once a step, as what is gathered there is used even if the shard was written to meanwhile;
-// and in registered memory, as only that place is registered.
+// Whether the group can send the shard from its own memory. Otherwise the shard is copied to its place in the flat buffer
+// first:
+//   - on the host, and for strategies that gather once a step (stays_full, secondary shards): there the gathered values are
+//   used
+//     even if the shard is written to meanwhile
+//   - in registered memory: only the flat buffer is registered
+//   - where dtype or device differ
 bool
 is_sent_from_its_place(const fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
@@ -180,7 +193,8 @@ is_sent_from_its_place(const fp_flat_buffer &flat, const at::Tensor &shard, PyOb
            !shard.is_conj() && !shard.is_neg() && shard.numel() == flat.shard_numel;
 }
 
-// What is gathered is put to the current stream. refreshed: memory for the secondary shard, if that is gathered first.
+// Queue the gather on the current stream. refreshes: gather the secondary shard from the outer group first, into refreshed; an
+// undefined refreshed: an interrupted call has begun that.
 void
 put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, bool refreshes,
            const at::Tensor &refreshed, PyObject *collectives)
@@ -218,7 +232,8 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
     }
 }
 
-// The process group over which all of them do that in one step, if its backend can do it in one call.
+// The process group over which all flats issue a collective of this kind, if it is one group and its backend can join them;
+// else null. Not on the CPU, and not with a secondary shard.
 c10d::ProcessGroup *
 group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device, int what)
 {
@@ -249,9 +264,9 @@ is_lost(fp_flat_buffer &flat)
         return true;
     }
     try {
-        flat.work->synchronize(); // gloo's is completed before its stream has copied to the device
+        flat.work->synchronize(); // gloo's work is completed before its stream has copied to the device
     }
-    catch (...) { // it has failed: nothing comes any more
+    catch (...) { // it has failed: nothing writes any more
     }
     fail(flat);
     return false;
@@ -283,7 +298,7 @@ wait_for_gather(fp_flat_buffer &flat)
         }
         throw;
     }
-    if (!flat.work && flat.is_under_way()) { // else another thread has waited for it too
+    if (!flat.work && flat.is_under_way()) { // else another thread has waited for it meanwhile
         move(flat, FP_DATA_ARRIVE);
     }
     show(flat);
@@ -361,7 +376,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             return 1;
         }
         fp::wait_for_gather(*flat);
-        fp::end_filling(*flat); /* of a storage that was exchanged under way */
+        fp::end_filling(*flat); /* left by a gather whose storage was replaced before it ended */
         fp::move(*flat, FP_DATA_FORGET);
         if (!goes_on) {
             flat->next_secondary_shard.reset();
@@ -376,13 +391,15 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
         }
         const c10::Device device = flat->unsharded.device();
-        /* What has values may be read, as a graph that was kept does: the same are gathered, or it is refused. */
+        /* Values of an earlier gather stay readable, as a kept graph reads them: the new ones are the same, or it is
+         * refused. */
         const char *const hidden = fp::make_room(*flat) ? nullptr : reason;
         if (collectives == nullptr && (flat->shards > 1 || fp::has_streams(device))) {
             flat->filling = fp::by_own_storage(flat->unsharded_data);
         }
         const bool from_its_place = fp::is_sent_from_its_place(*flat, shard, collectives);
-        std::optional<fp::OnOwnStream> gathering; /* where no memory is made that outlives this */
+        std::optional<fp::OnOwnStream>
+            gathering; /* no allocation below outlives the gather: its memory would belong to that stream */
         if (!from_its_place) {
             gathering.emplace(device, fp::Purpose::gather);
         }
@@ -391,7 +408,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         }
         catch (...) {
             if (gathering) {
-                gathering->join(); /* which may be writing to memory that is freed now */
+                gathering->join(); /* that stream may write to memory that is freed now */
             }
             fp::end_filling(*flat);
             fp::set_hidden(*flat, hidden);
@@ -427,16 +444,17 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         fp::drop_void(*flat);
-        const c10::intrusive_ptr<c10d::Work> work = flat->work; /* while nobody holds the GIL it may be replaced */
+        const c10::intrusive_ptr<c10d::Work> work =
+            flat->work; /* kept: without the GIL another thread may replace it */
         if (!work || flat->work_group == nullptr || fp::is_captured(flat->unsharded.device())) {
-            return 0; /* what is captured nobody has begun */
+            return 0; /* captured work has not run */
         }
         const fp::SparedCaptures spared(flat->unsharded.device());
         if (!fp::give_up(*work, *flat->work_group)) {
             fp::move(*flat, FP_DATA_ABANDON);
         }
         else if (work->isCompleted()) {
-            fp::wait_for_gather(*flat); /* at once; what has failed is forgotten */
+            fp::wait_for_gather(*flat); /* returns at once; forgets a gather that has failed */
         }
         return 0;
     });
@@ -446,7 +464,8 @@ int
 fp_flat_buffer_wait_read(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        std::optional<fp::Mark> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
+        std::optional<fp::Mark> read =
+            std::move(flat->was_read); /* the flat may be freed while this waits without the GIL */
         flat->was_read.reset();
         fp::wait_until(read);
     });

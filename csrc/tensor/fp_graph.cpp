@@ -1,5 +1,6 @@
-// tensor/fp_graph.cpp -- what autograd calls: the node behind views; of a unit also hooks on its outputs and parameters, and
-// the end of a backward.
+// tensor/fp_graph.cpp -- the code that autograd calls: the node behind views, and for a unit the hooks on its inputs,
+// outputs and parameters, and the end of a backward. See fp_graph.h for the callbacks. Hooks run without the GIL and take
+// it to call a unit.
 #include "tensor/fp_graph.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -31,7 +32,8 @@ struct fp_range {
 namespace fp {
 namespace {
 
-// Call the unit behind ref, from a thread of autograd; an exception goes on through the engine.
+// Call the unit behind ref from a thread of autograd, with the GIL taken. RuntimeError if the unit is gone. An exception of the
+// unit goes through the engine to the caller of backward().
 template <class Call>
 void
 call_unit(const UnitRef &ref, Call &&call)
@@ -47,8 +49,9 @@ call_unit(const UnitRef &ref, Call &&call)
     }
 }
 
+// On an output of a unit: before_backward. `waits`: it counts among the graph's hooks that have not run.
 struct BeforeBackward final : UnitHook {
-    std::shared_ptr<Graph> graph; // or null: it is not waited for
+    std::shared_ptr<Graph> graph; // or null: a graph need not keep the unit for it
     std::atomic<uint64_t> began;
     bool waits;
 
@@ -80,7 +83,8 @@ struct BeforeBackward final : UnitHook {
     }
 };
 
-// Have node call ref's unit before it runs.
+// Let node call before_backward before it runs. A node behind a unit's views gets one hook, whose `began` is updated: it
+// lives as long as that unit, and would collect hooks.
 void
 hook(torch::autograd::Node &node, const std::shared_ptr<UnitRef> &ref, uint64_t began)
 {
@@ -94,7 +98,7 @@ hook(torch::autograd::Node &node, const std::shared_ptr<UnitRef> &ref, uint64_t 
         node.add_tensor_pre_hook(std::make_unique<BeforeBackward>(ref, std::move(graph), began));
         return;
     }
-    for (const auto &each : node.tensor_pre_hooks()) { // it lives as long as its unit: once is enough
+    for (const auto &each : node.tensor_pre_hooks()) { // hooked before
         auto *known = dynamic_cast<BeforeBackward *>(each.get());
         if (known != nullptr && known->ref == ref) {
             known->began = began;
@@ -104,14 +108,14 @@ hook(torch::autograd::Node &node, const std::shared_ptr<UnitRef> &ref, uint64_t 
     node.add_tensor_pre_hook(std::make_unique<BeforeBackward>(ref, nullptr, began));
 }
 
-// The nodes that have computed the inputs of a forward, those that live: their hooks share it.
+// The nodes that have computed the inputs of one forward, without those that are deleted. Their hooks share it.
 struct Inputs {
-    std::mutex mutex; // nodes of one may run, and be deleted, in several threads
+    std::mutex mutex; // the nodes may run, and be deleted, in several threads
     std::vector<const torch::autograd::Node *> nodes;
-    int64_t when = 0;                             // of the forward
-    std::unordered_map<int, std::ptrdiff_t> left; // by graph task: to how many it has still to come
+    int64_t when = 0;                             // as given to fp_graph_hook_inputs
+    std::unordered_map<int, std::ptrdiff_t> left; // by graph task: how many of the nodes it has still to run
 
-    // The running graph task has come to one of them.
+    // The running graph task runs one of the nodes: whether it is the last one in this task.
     bool is_last()
     {
         const std::lock_guard lock(mutex);
@@ -133,7 +137,7 @@ struct Inputs {
         nodes.erase(std::remove(nodes.begin(), nodes.end(), node), nodes.end());
     }
 
-    // As torch._C._will_engine_execute_node tells.
+    // Whether the running graph task runs node, as torch._C._will_engine_execute_node tells it.
     static bool will_run(const torch::autograd::Node *node)
     {
         auto *key = const_cast<torch::autograd::Node *>(node);
@@ -144,10 +148,10 @@ struct Inputs {
     }
 };
 
-// On each of them: the gradients of what it has computed are there.
+// On each of these nodes: inputs_done after the last one.
 struct AfterInputs final : UnitHook {
     std::shared_ptr<Inputs> inputs;
-    const torch::autograd::Node *node; // which has this hook
+    const torch::autograd::Node *node; // the node with this hook; borrowed
 
     AfterInputs(std::shared_ptr<UnitRef> unit, std::shared_ptr<Inputs> shared, const torch::autograd::Node *hooked)
         : UnitHook(std::move(unit)), inputs(std::move(shared)), node(hooked)
@@ -171,7 +175,7 @@ struct AfterInputs final : UnitHook {
     }
 };
 
-// Whether the node that runs adds to .grad: grad(inputs) asks the hooks of a parameter too, and then gives what they return.
+// Whether the running node adds to .grad. torch.autograd.grad() calls the hooks of a parameter, too, but returns the gradient.
 bool
 accumulates()
 {
@@ -181,10 +185,11 @@ accumulates()
     return info == of_some.end() || info->second.needed_;
 }
 
-// On a parameter: autograd is about to add a gradient that does not come from a view of it.
+// On a parameter: before_accumulation, or param_gradient where the unit takes the gradient. A parameter itself gets a
+// gradient if it was used past its views.
 struct BeforeAccumulation final : UnitHook {
     int index;
-    size_t param, n; // which of how many, if the unit takes its gradient; n = 0: it does not
+    size_t param, n; // its number among n parameters, if the unit takes the gradient; n = 0: the unit does not
 
     BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat, size_t which, size_t of)
         : UnitHook(std::move(unit)), index(flat), param(which), n(of)
@@ -217,16 +222,16 @@ struct BeforeAccumulation final : UnitHook {
     }
 };
 
-// What fp_graph_keep_caller leaves among this thread's states, which autograd gives to the threads of a backward. A task that
-// was called by a thread without it is told by that thread's queue.
+// The number of a user's thread, left by fp_graph_keep_caller() among the thread-local states that autograd copies to the
+// threads of a backward. Where a thread has none, the queue of the thread that has called backward() serves as its number.
 struct Caller final : c10::SafePyObject {
-    static inline const std::string key = "flatparam"; // made once: it is looked up in each hook
+    static inline const std::string key = "flatparam"; // a string made once, as each hook looks it up
     uintptr_t number;
 
     explicit Caller(uintptr_t thread) : SafePyObject(nullptr, nullptr), number(thread) {}
 };
 
-// The graph task that runs in this thread; libtorch tells where some of its members are.
+// The graph task that runs in this thread; null: none. libtorch gives the address of a member, exec_info_, alone.
 const torch::autograd::GraphTask *
 current_task()
 {
@@ -251,7 +256,7 @@ ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, const at::T
 }
 
 ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, std::shared_ptr<UnitRef> told, int flat)
-    : Node(/*sequence_nr=*/UINT64_MAX), // as AccumulateGrad: as soon as it is ready
+    : Node(/*sequence_nr=*/UINT64_MAX), // the highest priority, as AccumulateGrad has: it runs as soon as it is ready
       geometry(std::move(places)), unit(std::move(told)), index(flat)
 {
     input_metadata_.reserve(geometry->views.size());
@@ -260,7 +265,7 @@ ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, std::shared
 void
 ViewsBackward::run_on_current_stream(const at::Tensor &view)
 {
-    torch::autograd::InputMetadata &first = input_metadata_[0]; // which the engine asks for the stream
+    torch::autograd::InputMetadata &first = input_metadata_[0]; // the engine takes the stream from it
     if (view.is_cpu() || first.stream() == c10::impl::VirtualGuardImpl(view.device().type()).getStream(view.device())) {
         return;
     }
@@ -354,7 +359,7 @@ fp_graph_hook(PyObject *tensor_object, fp_unit_ref *ref, uint64_t began)
             return 0;
         }
         fp::hook(*node, ref->shared, began);
-        if (tensor.is_view()) { // a change in place gives it another node, behind which that of its base stays
+        if (tensor.is_view()) { // an in-place change gives a view a new node, and its base keeps the old one
             const auto &of_base = tensor._base().grad_fn();
             if (of_base && of_base != node && of_base->sequence_nr() >= began) {
                 fp::hook(*of_base, ref->shared, began);
@@ -396,7 +401,8 @@ fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_unit_ref *ref, int inde
     return fp::guarded(-1, [&] {
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
         for (size_t i = 0; i < targets.size(); i++) {
-            auto &hooks = torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // beside the user's
+            auto &hooks =
+                torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // in the list of the user's hooks
             if (std::none_of(hooks.begin(), hooks.end(), [&](const auto &hook) {
                     const auto *ours = dynamic_cast<const fp::BeforeAccumulation *>(hook.get());
                     return ours != nullptr && ours->ref == ref->shared;
@@ -456,7 +462,8 @@ int
 fp_graph_is_running(const fp_unit_ref *ref) noexcept
 {
     const auto task = ref->shared->task.lock();
-    return task && !task->has_error_; /* a device's thread may have it for a moment after backward() has raised */
+    return task &&
+           !task->has_error_; /* after backward() has raised, a thread of a device may have the task for a moment */
 }
 
 int
@@ -485,7 +492,7 @@ fp_range_begin(const char *what, PyObject *name) noexcept
         return range.release();
     });
     if (begun == nullptr) {
-        PyErr_Clear(); /* measuring fails, what is measured does not */
+        PyErr_Clear(); /* a failure of the profiler must not fail the operation */
     }
     return begun;
 }

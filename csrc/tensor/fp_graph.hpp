@@ -1,4 +1,4 @@
-// tensor/fp_graph.hpp -- a unit as autograd's graph knows it, for the C++ side.
+// tensor/fp_graph.hpp -- the nodes and hooks by which autograd's graph refers to a unit, for the C++ side.
 #pragma once
 
 #include <atomic>
@@ -9,10 +9,11 @@
 
 namespace fp {
 
-// What the hooks on outputs of a unit have in common: it lives as long as a graph that comes to one of them.
+// Shared by the hooks on the outputs of a unit; it lives as long as a graph with one of them. May be destroyed by any thread.
 struct Graph {
-    std::atomic<int> waiting{0}; // hooks that have not run
-    PyObject *unit = nullptr;    // owned: kept for them after everybody else has let go of it
+    std::atomic<int> waiting{0}; // hooks that have not run yet
+    PyObject *unit =
+        nullptr; // owned once nothing else refers to the unit (fp_unit_ref_keep), so that they can run; or null
 
     Graph() = default;
     Graph(const Graph &) = delete;
@@ -26,24 +27,27 @@ struct Graph {
     }
 };
 
+// A weak reference to a unit.
 struct UnitRef {
-    void *unit = nullptr; // null once it is gone; changed with the GIL held
+    void *unit = nullptr; // null once the unit is gone; read and changed with the GIL held
     std::string name;
     fp_unit_callbacks calls{};
-    std::weak_ptr<const torch::autograd::GraphTask> task; // of the last callback
+    std::weak_ptr<const torch::autograd::GraphTask> task; // of the last fp_graph_at_end()
     std::weak_ptr<Graph> graph;
 };
 
+// Throw NotImplementedError: compiled autograd would have to trace hooks and collectives of a unit.
 [[noreturn]] void refuse_tracing(const UnitRef &ref);
 
-// The node behind the views of one flat tensor. It packs their gradients into the gradient of that tensor. That of a unit
-// packs nothing: it tells the unit that all gradients of its views are there. One that was told so runs after all of the
-// forward that it belongs to: reentrant checkpoints in it come to parameters, and give gradients of them, in graph tasks of
-// their own, which this one's gradients do not wait for.
+// The node behind the views of one flat tensor. Without a unit it packs their gradients into the gradient of that tensor.
+// With a unit it packs nothing: it calls gradients_ready, and the runtime packs.
+//
+// After fp_flat_buffer_run_after() it runs after all nodes of its forward. Reentrant checkpoints in that forward give
+// gradients of the parameters in graph tasks for which the engine does not make this node wait.
 struct ViewsBackward final : torch::autograd::Node {
     const std::shared_ptr<const Geometry> geometry;
     const at::TensorOptions options;     // of the gradient that is packed
-    const std::shared_ptr<UnitRef> unit; // or null: what flat was made of gets the gradient
+    const std::shared_ptr<UnitRef> unit; // or null: the flat tensor gets the gradient
     const int index = 0;                 // of the flat parameter in unit
 
     ViewsBackward(std::shared_ptr<const Geometry> places, const at::Tensor &flat);
@@ -61,22 +65,22 @@ struct ViewsBackward final : torch::autograd::Node {
                !retains_grad_hooks().empty();
     }
 
-    // From now on it runs on the stream that is current now: a node runs on that of its forward, and this one is of many.
-    // view: the first one.
+    // Let it run on the stream that is current now. The engine runs a node on the stream of its forward, and this node
+    // serves many forwards. view: the first one.
     void run_on_current_stream(const at::Tensor &view);
 
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;
-    // The gradient of the flat tensor: all of the views', one of which at least is defined.
+    // Pack the gradients of the views, one of which at least is defined, into the 1-D gradient of the flat tensor.
     static at::Tensor pack(const Geometry &geometry, const torch::autograd::variable_list &grads,
                            const at::TensorOptions &options);
 
-    // What compiled autograd calls: fp_compiled.cpp.
+    // Called by compiled autograd: fp_compiled.cpp.
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override;
     torch::autograd::variable_list apply_with_saved(const torch::autograd::variable_list &grads,
                                                     torch::dynamo::autograd::SwapSavedVariables &saved) override;
 };
 
-// A hook that calls ref's unit. Compiled autograd, which would have to trace it, is told so.
+// A hook that calls ref's unit. Compiled autograd cannot trace it, and is refused.
 struct UnitHook : torch::autograd::FunctionPreHook {
     const std::shared_ptr<UnitRef> ref;
 
@@ -88,7 +92,7 @@ struct UnitHook : torch::autograd::FunctionPreHook {
     }
 };
 
-// Whether somebody has called register_hook() of tensor.
+// Whether a user has called register_hook() of tensor; our hooks are in the same list.
 inline bool
 has_hooks_of_users(const at::Tensor &tensor)
 {

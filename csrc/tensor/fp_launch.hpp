@@ -1,6 +1,8 @@
-// tensor/fp_launch.hpp -- tensors of an accelerator packed, measured and scaled by its kernels, each in one launch that is
-// queued on the current stream. Nothing is done, and false returned, where the device has no kernels or they do not take
-// some tensor: then torch's operations do it.
+// tensor/fp_launch.hpp -- pack, measure and scale tensors of an accelerator by our kernels, in few launches on the current
+// stream.
+//
+// A function returns false, or an undefined tensor, with nothing done where the device has no kernels, or where they cannot
+// take one of the tensors. The caller then uses torch's operations. A launch that fails throws RuntimeError.
 #pragma once
 
 #include "tensor/fp_convert.hpp"
@@ -11,24 +13,25 @@ extern "C" {
 
 namespace fp {
 
-// target (+)= the pieces at their places * scale; zeros where there is none.
+// target (+)= the pieces at their places * scale; zeros where there is none. Undefined pieces count as none.
 bool launch_pack(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                  const How &how);
 
-// target (+)= source * before, in source's dtype, * scale; both contiguous and equally long.
+// target (+)= (source * before, rounded to source's dtype) * scale; both contiguous and equally long.
 bool launch_convert(const at::Tensor &target, const at::Tensor &source, const How &how, double before = 1.0);
 
-// The sum of the squares, or the largest magnitude, of all elements in a 0-dim tensor of their device; undefined: not done.
+// The sum of the squares (is_max: the largest magnitude) of all elements: a 0-dim tensor of dtype on their device.
 at::Tensor launch_norm(const std::vector<at::Tensor> &tensors, bool is_max, at::ScalarType dtype);
 
-// tensors *= factor, a 0-dim one of their device in fp32 or fp64, rounded to the dtype of each before.
+// tensors *= factor, a 0-dim tensor on their device in fp32 or fp64, rounded to the dtype of each tensor first.
 bool launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
 
-// Which graph is captured on a stream; 0: none. Nullopt: CUDA cannot be asked, as the device has no kernels.
+// The number of the CUDA graph that is captured on stream; 0: none. Nullopt: the device has no kernels, so CUDA cannot be
+// asked.
 std::optional<uint64_t> capture_on(const c10::Stream &stream);
 
-// From its making to its end, what the calling thread asks of device, or waits for, spoils no capture of another thread, nor
-// fails because of one. Nothing changes where the device has no kernels.
+// While one lives, this thread may query device and wait for it while another thread captures a CUDA graph: neither fails.
+// It has no effect where the device has no kernels.
 class SparedCaptures {
   public:
     explicit SparedCaptures(const c10::Device &device);

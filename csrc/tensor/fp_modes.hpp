@@ -1,4 +1,4 @@
-// tensor/fp_modes.hpp -- what flatparam does for a forward is no part of it: a selective checkpoint does not keep it.
+// tensor/fp_modes.hpp -- hide operations of the runtime from selective activation checkpoints.
 #pragma once
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -7,11 +7,11 @@
 
 namespace fp {
 
-// While one lives, operations of this thread are seen by no selective activation checkpoint. Such a mode of
-// torch.utils.checkpoint keeps what operations of a forward gave, and gives that instead of doing them again when the
-// forward is recomputed: a gather that it kept would leave memory that was freed since as it is. The GIL is held.
+// While one lives, no selective activation checkpoint sees the operations of this thread. Such a mode of torch.utils.checkpoint
+// saves the results of operations in the forward, and returns them when the forward is recomputed. A saved gather would not run
+// again, and the memory that was freed since would stay empty. The GIL is held at both ends.
 class HiddenCheckpoints {
-    std::optional<c10::impl::TorchDispatchModeTLS> before; // if there were any
+    std::optional<c10::impl::TorchDispatchModeTLS> before; // the modes to restore; none: there was no checkpoint
 
   public:
     HiddenCheckpoints();

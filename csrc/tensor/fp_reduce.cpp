@@ -1,4 +1,14 @@
-// tensor/fp_reduce.cpp -- the gradients of one flat parameter: packed, accumulated, reduced to the gradient of the shard.
+// tensor/fp_reduce.cpp -- the gradients of one flat parameter: pack or accumulate them, and reduce them to the gradient of the
+// shard; see fp_flat_buffer.h. [total] tensors unless a comment says otherwise:
+//
+//   gradients of views -> reduce_input           packed in reduce_dtype, divided by predivide
+//   reduce_input -> reduce_output [shard_numel]  reduce-scatter over shard_group
+//   reduce_output                                all-reduce over replicate_group, if there is one
+//   reduce_output -> arriving_grad               divided by postdivide; copied if the shard lies on the host
+//
+//   nested, over two groups one after the other:
+//   reduce_input -> reduce_output [part]         over param_group; added to partial_reduce_output
+//   partial_reduce_output -> reduce_output [shard_numel]        over outer_group
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -12,20 +22,21 @@
 namespace fp {
 namespace {
 
-// target (+)= the gradients at their places * scale; zeros where there is none.
+// target (+)= the gradients at their places * scale; zeros for undefined ones.
 void
 pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const fp_gradients &gradients, const How &how)
 {
     pack_pieces(target, *flat.geometry, gradients.list, flat.unsharded.options(), how, name_of(flat));
 }
 
+// Whether the first of two collectives is pending.
 bool
 is_reducing_inner(const fp_flat_buffer &flat)
 {
     return flat.gradient == FP_GRADIENT_REDUCING_INNER || flat.gradient == FP_GRADIENT_REDUCING_PARTIAL;
 }
 
-// The group of the reduction under way.
+// The group of the pending reduction.
 const fp_group *
 reducing_over(const fp_flat_buffer &flat)
 {
@@ -39,7 +50,8 @@ reducing_over(const fp_flat_buffer &flat)
     return flat.shard_group;
 }
 
-// By what the collective over group multiplies what it adds up, so that nothing has to be divided after it: exact.
+// The factor by which the collective multiplies its addends, so that no division is left: 1 / postdivide where that is a
+// power of two, and so exact, and where the backend can; else 1.
 double
 factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor &tensor)
 {
@@ -50,8 +62,9 @@ factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor 
                : 1.0;
 }
 
-// gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can. Whoever
-// counts collectives shall find the one that is meant.
+// Start to reduce reduce_input to reduce_output over group. gloo's reduce_scatter is an all-reduce of a copy, whose wait cannot
+// be interrupted. An all-reduce in place can be, and needs no copy. Under a dispatch mode it is a reduce_scatter all the same:
+// tools that count collectives then see the one they expect.
 c10::intrusive_ptr<c10d::Work>
 start_reduction(fp_flat_buffer &flat, const fp_group &group)
 {
@@ -67,6 +80,8 @@ start_reduction(fp_flat_buffer &flat, const fp_group &group)
     return all_reduce(group, flat.reduce_input);
 }
 
+// Wait for the pending reduction, if there is one. Throws: it has failed, and fails again in the next call; or the wait was
+// interrupted, and may be repeated.
 void
 wait_for_reduction(fp_flat_buffer &flat)
 {
@@ -75,7 +90,7 @@ wait_for_reduction(fp_flat_buffer &flat)
         wait_for(flat.reduction, reducing_over(flat));
     }
     catch (...) {
-        flat.reduction = reduction; // what has failed fails again
+        flat.reduction = reduction; // a failed work fails again
         throw;
     }
     if (flat.reduce_slice.defined()) {
@@ -85,10 +100,11 @@ wait_for_reduction(fp_flat_buffer &flat)
     }
 }
 
+// Issue the reduction over group.
 void
 reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
 {
-    check_memory(flat.reduce_input, name_of(flat)); /* the accumulated gradient may be it, which .grad has shown */
+    check_memory(flat.reduce_input, name_of(flat)); /* it may be the accumulated gradient, which users reach by .grad */
     announce(group, FP_EVENT_REDUCES, flat.trained);
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
@@ -105,7 +121,8 @@ reduce_options(const fp_flat_buffer &flat, const at::Tensor &shard)
     return shard.options().device(flat.unsharded.device()).requires_grad(false).dtype(flat.reduce_dtype_of(shard));
 }
 
-// target (+)= source * scale where nothing else is to be done to source, else source itself, changed.
+// source * scale as it is reduced: source itself, changed in place, if it has the dtype and device of options; else a converted
+// copy.
 at::Tensor
 as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
 {
@@ -121,20 +138,22 @@ as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::option
     return wire;
 }
 
-// By what the reduced gradient is still to be divided, and the dtype that it is to have.
+// The divisor that is left for the reduced gradient.
 double
 remaining_divisor(const fp_flat_buffer &flat)
 {
     return flat.is_divided ? 1.0 : flat.postdivide;
 }
 
+// The dtype of the gradient of the shard.
 at::ScalarType
 gradient_dtype(const fp_flat_buffer &flat, const at::Tensor &result, const at::Tensor &shard)
 {
     return flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
 }
 
-// What was reduced is on its way to where the shard is; if it is there already, as it was reduced.
+// Start to copy the reduced gradient to the device of the shard, divided and in its final dtype. On the same device it
+// stays as it was reduced, and the reader of fp_reduced divides it.
 void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
@@ -158,20 +177,22 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
         }
     }
     catch (...) {
-        move(flat, FP_GRADIENT_FORGET); // it may be divided already
+        move(flat, FP_GRADIENT_FORGET); // the gradient may be divided already: it cannot be sent again
         throw;
     }
     flat.arriving_grad = std::move(result);
     move(flat, FP_GRADIENT_SEND);
 }
 
+// The factor of packed gradients; none: 1.
 std::optional<double>
 predivision(const fp_flat_buffer &flat)
 {
     return flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
 }
 
-// The accumulated gradient and the gradients, which may be null, as they are reduced.
+// Make reduce_input of the accumulated gradient and gradients (null: none); zeros if there is neither. The accumulated
+// gradient's memory is used for it where dtype and device allow.
 void
 make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
 {
@@ -196,7 +217,7 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
     }
 }
 
-// The accumulated gradient since that was made, and the gradients, join it.
+// Add gradients, and what was accumulated since reduce_input was made, to it.
 void
 add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
 {
@@ -212,7 +233,7 @@ add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
     pack_gradients(flat, flat.reduce_input, gradients, how);
 }
 
-// What the ranks that share the secondary shard have added up joins what they have added up before, in the shard's dtype.
+// Nested: add reduce_output, reduced over param_group, to partial_reduce_output, in the shard's dtype.
 void
 accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
 {
@@ -231,6 +252,7 @@ accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
     }
 }
 
+// Nested: start to reduce partial_reduce_output over outer_group to the shard; zeros if there is none.
 void
 reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
@@ -412,7 +434,7 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
         return -1;
     }
     if (flat->gradient != FP_GRADIENT_REDUCING && flat->gradient != FP_GRADIENT_ARRIVING) {
-        return 0; /* nothing is reduced, or no further than to partial */
+        return 0; /* nothing is reduced, or only over param_group */
     }
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -452,8 +474,8 @@ fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
         Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&] {
-        fp::check_memory(accumulated, fp::name_of(*flat)); /* .grad may have shown it */
-        if (flat->host_valid) {                            /* it may be read */
+        fp::check_memory(accumulated, fp::name_of(*flat)); /* users reach it by .grad */
+        if (flat->host_valid) {                            /* the caller may read it at once */
             fp::wait_until(flat->has_left);
         }
         return THPVariable_Wrap(accumulated);
@@ -506,17 +528,17 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
     flat->reduce_output.reset();
     flat->arriving_grad.reset();
     flat->has_arrived.reset();
-    fp::move(*flat, FP_GRADIENT_FORGET); /* from any state */
+    fp::move(*flat, FP_GRADIENT_FORGET); /* legal in each state */
     if (accumulated_too) {
         if (fp::guarded(-1, [&] { fp::share_accumulated(*flat); }) < 0) {
-            PyErr_Clear(); /* as below */
+            PyErr_Clear(); /* as at the end */
         }
         flat->accumulated_grad.reset();
         flat->partial_reduce_output.reset();
         flat->host_valid = false;
     }
     if (fp_flat_buffer_drop_reload(flat) < 0) {
-        PyErr_Clear(); /* the device has failed: whoever uses it next says so */
+        PyErr_Clear(); /* the device has failed: its next user raises that */
     }
 }
 

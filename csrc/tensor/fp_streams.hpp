@@ -1,5 +1,5 @@
-// tensor/fp_streams.hpp -- the streams of a device beside the current one, what waits for what on them, and copies to and
-// from the host. The host waits in wait_until() alone.
+// tensor/fp_streams.hpp -- the streams of a device for gathers and copies, the order between them and the current stream, and
+// copies to and from the host. The host waits in wait_until() alone.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,20 +11,20 @@
 
 namespace fp {
 
-// Whether what a device does is put to streams.
+// Whether work of a device is queued on streams.
 bool has_streams(const c10::Device &device);
 
-// A tensor on the device of options, which is copied to and from other: pinned, if it lies on the host for other's streams.
+// A tensor on the device of options that is copied to and from device other. On the host it is pinned if other has streams.
 at::Tensor empty_beside(const c10::Device &other, at::IntArrayRef sizes, const at::TensorOptions &options);
 
-// Streams that all models have in common. One for each purpose, so that gathers and copies do not wait for each other.
+// A device has one stream for each purpose, which all models share. Gathers and copies so do not wait for each other.
 enum class Purpose { gather, copy };
 
-// What begins after all that the current stream has been given, or at once.
+// The start of work on such a stream: after all work that the current stream has, or at once.
 enum class After { current, nothing };
 
-// From its making to its end, what is put to the current stream of device goes to the one for purpose. Tensors that are made
-// meanwhile belong to that stream. On a device that has no other streams, or none at all, nothing changes.
+// While one lives, the stream for purpose is device's current one in this thread. Memory that is allocated meanwhile belongs to
+// that stream. It has no effect on a device with one stream or none.
 class OnOwnStream {
   public:
     OnOwnStream(const c10::Device &device, Purpose purpose, After after = After::current);
@@ -34,29 +34,29 @@ class OnOwnStream {
         return guard_.has_value();
     }
 
-    // The stream that was current before waits for all that was put to this one.
+    // Let the stream that was current before wait for all work of this one. If the device has failed, nothing happens.
     void join() const noexcept;
 
   private:
     std::optional<c10::StreamGuard> guard_;
 };
 
-// Which capture of a CUDA graph the current stream takes part in, as a number; 0: none. Without kernels torch before 2.13
-// knows of none, and later ones give all the same number.
+// The number of the CUDA graph that the current stream is captured into; 0: none. Without our kernels torch before 2.13 always
+// says 0, and later versions say 1 for every capture.
 uint64_t capture_of(const c10::Device &device) noexcept;
 
-// Whether what is put to the current stream goes into a graph, to be replayed later.
+// Whether work on the current stream is captured into a graph, to be replayed later, instead of being run.
 inline bool
 is_captured(const c10::Device &device) noexcept
 {
     return capture_of(device) != 0;
 }
 
-// How far a stream had come. In another capture than the one it was made in, or outside of that, it is void: CUDA refuses to
-// wait for it, and there is nothing to wait for. What was captured has not run, and torch waits for the device before a capture.
+// A point in the work of a stream. It is void in another capture than the one in which it was made, or outside of that: CUDA
+// refuses to wait for it. Nothing is lost by that: captured work has not run, and torch waits for the device before a capture.
 struct Mark {
     c10::Event event;
-    uint64_t capture; // in which it was made
+    uint64_t capture; // capture_of() when it was made
 
     bool is_void() const noexcept
     {
@@ -64,41 +64,42 @@ struct Mark {
     }
 };
 
-// target = source on the stream for copies, in the order of the current one. The mark is made after it.
+// target = source on the stream for copies, after the work of the current stream. Returns the mark after the copy.
 Mark copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
-// The same to host memory; source's memory is kept until the next one comes or the backward ends, see wait_copies().
+// The same to host memory. The memory of source is kept until the next copy_out() on this device, or wait_copies().
 Mark copy_out(const at::Tensor &target, at::Tensor &&source);
 
-// What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
+// Free the source of the last copy_out(). The current stream, which may use its memory next, waits for the copy.
 void wait_copies(const c10::Device &device);
 
-// The current stream of device waits for mark, if there is one, and forgets it.
+// Let the current stream of device wait for mark, if there is one that is not void, and reset mark.
 void block_on(std::optional<Mark> &mark, const c10::Device &device);
 
+// A mark after the present work of the current stream.
 Mark recorded_now(const c10::Device &device);
 
-// Whether a device has come to event. No capture of another thread is spoiled.
+// Whether the device has reached event. It disturbs no capture of another thread.
 bool has_come(const c10::Event &event);
 
-// The host waits for mark, if there is one, and forgets it.
+// Let the host wait for mark, without the GIL, and reset mark. RuntimeError for a mark of the present capture: it has not run.
 void wait_until(std::optional<Mark> &mark);
 
-// Which stream memory belongs to: the one that was current when it was allocated, to which it goes back when it is freed; and
-// the capture then, whose graph it belongs to.
+// The stream to which memory belongs, and the capture. torch's allocator gives freed memory back to the stream that was current
+// when it was allocated, without a wait for other streams.
 class Home {
   public:
-    // Memory was allocated now, or, if it is not new, is filled again.
+    // Memory was allocated now (is_new), or is filled again.
     void move_in(const c10::Device &device, bool is_new = true);
 
-    // The memory is about to be freed: its stream uses it again, after what the current one has done with it.
+    // The memory is about to be freed: let its stream wait for the work of the current one.
     void move_out();
 
-    // The current stream uses the memory of tensor from here on, and it may be freed without move_out(): if it belongs to another stream,
-    // torch's allocator is told.
+    // The current stream uses the memory of tensor, which may be freed without move_out(): tell torch's allocator if the memory
+    // belongs to another stream.
     void share(const at::Tensor &tensor) const;
 
-    // Whether there is memory, and what was put to it is void: see Mark.
+    // Whether there is memory, filled in another capture than the present one: its values are not there. See Mark.
     bool is_void() const noexcept;
 
   private:
