@@ -50,8 +50,8 @@ enum {
     FP_EVENT_CLIPS = 5,
     FP_EVENT_SHOWS_GRADIENTS = 6,
     FP_EVENT_SCALES = 7,
-    FP_EVENT_AGREES_ON_GRADIENTS = 8,
-    FP_EVENT_EXCHANGES = 9, /* a setup collective, of no unit: number is its purpose */
+    FP_EVENT_AGREES_ON_GRADIENTS = 8, /* the consensus of a backward */
+    FP_EVENT_EXCHANGES = 9,           /* a setup collective, of no unit: number is its purpose */
     FP_EVENT_KINDS = 10
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };
@@ -71,15 +71,15 @@ int fp_group_world_rank(const fp_group *group, int rank);        /* the world ra
 typedef struct fp_gather fp_gather;
 /* group, name: as for fp_group_new(); name is needed. sliced: a wait returns after 300 ms. */
 fp_gather *fp_gather_new(PyObject *group, const char *name, int sliced);
-void
-fp_gather_free(fp_gather *gather); /* NULL is allowed. A pending gather goes on, and keeps the memory of its tensors */
+/* NULL is allowed. A pending gather goes on, and keeps the memory of its tensors. */
+void fp_gather_free(fp_gather *gather);
 /* Begin to gather the shard of every rank into output, in rank order. The memory of both is kept until it has ended, also if
  * they get other data. RuntimeError if one is pending. */
 int fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard);
 /* Wait for it, without the GIL. 1: it has ended, or none was begun; 0: sliced, and 300 ms are over; -1: it has failed, and the
  * next one may begin. */
 int fp_gather_wait(fp_gather *gather);
-int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 1: it has not ended; no wait is needed for 0 */
+int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 1: one has begun and not ended */
 
 /* A sum of flags over the ranks of a group: ranks agree by it. One is started early and read late, so that it costs no wait. */
 typedef struct fp_sum fp_sum;
@@ -88,8 +88,7 @@ typedef struct fp_sum fp_sum;
  * capture of a CUDA graph: its replay would ask no rank. */
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives,
                      unsigned kind);
-int fp_sum_read(fp_sum *sum,
-                int32_t *flags); /* wait, and write the n sums; -1: a wait that was ended may be repeated */
-void fp_sum_free(fp_sum *sum);   /* NULL is allowed; without a wait */
+int fp_sum_read(fp_sum *sum, int32_t *flags); /* wait, and write the n sums; -1: an interrupted wait may be repeated */
+void fp_sum_free(fp_sum *sum);                /* NULL is allowed; it does not wait */
 
 FP_END_C

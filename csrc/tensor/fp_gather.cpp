@@ -398,8 +398,8 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             flat->filling = fp::by_own_storage(flat->unsharded_data);
         }
         const bool from_its_place = fp::is_sent_from_its_place(*flat, shard, collectives);
-        std::optional<fp::OnOwnStream>
-            gathering; /* no allocation below outlives the gather: its memory would belong to that stream */
+        /* No allocation below outlives the gather: its memory would belong to that stream. */
+        std::optional<fp::OnOwnStream> gathering;
         if (!from_its_place) {
             gathering.emplace(device, fp::Purpose::gather);
         }
