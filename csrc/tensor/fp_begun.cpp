@@ -1,5 +1,5 @@
-// tensor/fp_begun.cpp -- see fp_begun.hpp. No device and no destructor of torch's is called under a lock: a call of a device
-// that is stuck may not return.
+// tensor/fp_begun.cpp -- see fp_begun.hpp. Neither a device nor a destructor of torch is called under the lock: on a stuck
+// device it may not return.
 #include "tensor/fp_begun.hpp"
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 
 namespace fp {
 
-// Between two events a stream waits for other ranks, and does nothing else.
+// A wait of a stream for other ranks: between the two events it does nothing else.
 struct Wait {
-    enum State { coming, put, failed }; // coming: after is not recorded yet; the host itself may wait
+    enum State { coming, put, failed }; // coming: `after` is not recorded yet, and the host itself may wait; put: it is
 
     Wait(const c10::Stream &on, Clock::time_point since)
         : stream(on), begun(since), before(on.device_type()), after(on.device_type())
@@ -32,7 +32,7 @@ struct Wait {
     }
 
     const c10::Stream stream;
-    Clock::time_point begun; // the collective
+    Clock::time_point begun; // when the collective began
     c10::Event before, after;
     std::atomic<State> state = coming;
 };
@@ -44,12 +44,13 @@ using Works = std::vector<std::pair<c10::weak_intrusive_ptr<c10d::Work>, Clock::
 
 } // namespace
 
+// The pending collectives of one group.
 struct Begun {
-    int connecting = 0;
+    int connecting = 0; // first collectives that make the communicator
     Clock::time_point connecting_since;
-    bool captured = false; // a CUDA graph has collectives, and nobody is told when it is replayed
-    Works works;           // that no stream waits for, and when they were begun
-    std::vector<std::pair<c10::Stream, Waits>> streams; // in the order of each
+    bool captured = false; // a CUDA graph has collectives; its replays are not seen, so it always has work
+    Works works;           // for which no stream waits yet, and when each began
+    std::vector<std::pair<c10::Stream, Waits>> streams; // the waits of each stream, in its order
 
     Waits &waits_of(const c10::Stream &stream)
     {
@@ -61,15 +62,15 @@ struct Begun {
 
 namespace {
 
-// It lives as long as the process.
+// All noted groups. Never destroyed.
 struct Groups {
     std::mutex lock;                                                         // of all that follows
-    std::multimap<const c10d::ProcessGroup *, std::shared_ptr<Begun>> begun; // one for each that keeps it in mind
-    std::atomic<size_t> n = 0;                                               // of them
+    std::multimap<const c10d::ProcessGroup *, std::shared_ptr<Begun>> begun; // one for each PendingCollectives
+    std::atomic<size_t> n = 0;                                               // the size of begun
 };
 Groups &groups = *new Groups;
 
-// Under the lock, of each that keeps group in mind, of which there is none for most.
+// call(begun) under the lock for each PendingCollectives of group; most groups have none.
 template <class Call>
 void
 for_each_begun(const c10d::ProcessGroup *group, Call &&call)
@@ -84,7 +85,7 @@ for_each_begun(const c10d::ProcessGroup *group, Call &&call)
     }
 }
 
-// Whether one of these has work. If the device has failed none has: whoever uses that next says so.
+// Whether one of these has a collective that has not ended. false if the device has failed: its next user raises that.
 bool
 has_work(const std::vector<std::shared_ptr<Begun>> &all)
 {
@@ -180,7 +181,8 @@ WaitScope::WaitScope(const c10d::ProcessGroup &group, const c10d::Work *work, co
             }
         });
     }
-    const bool is_free = oldest && oldest.use_count() == 1; /* no one else asks for its events */
+    const bool is_free =
+        oldest && oldest.use_count() == 1; /* no other thread queries its events, so they can be reused */
     const auto wait = is_free ? std::move(oldest) : std::make_shared<Wait>(stream, since);
     wait->begun = since;
     wait->state = Wait::coming;
@@ -244,7 +246,7 @@ PendingCollectives::device()
     return begun_->streams.empty() ? std::nullopt : std::optional(begun_->streams.front().first.device());
 }
 
-// Events are asked only where much time has gone by: without kernels that spoils a capture of another thread.
+// Events are queried only for waits that are old enough: without our kernels a query spoils a capture of another thread.
 bool
 PendingCollectives::has_waited(double patience)
 {

@@ -1,5 +1,5 @@
-// tensor/fp_channel.cpp -- collectives over a group under the names this torch has, waiting for them, and the sum of
-// flags that ranks agree by.
+// tensor/fp_channel.cpp -- issue collectives over a group under the names that this torch has, wait for them, and add the
+// flags by which ranks agree. See fp_channel.h.
 #include "tensor/fp_channel.hpp"
 
 #include <ATen/ops/empty.h>
@@ -14,10 +14,10 @@
 
 struct fp_sum {
     fp_group *group = nullptr;
-    bool sliced = false;    // waits for work are
-    at::Tensor here, there; // on the host and where it is added up; the same tensor where that is the host
+    bool sliced = false;    // waits for work are cut into slices
+    at::Tensor here, there; // on the host, and on the device that adds; one tensor if the host adds
     c10::intrusive_ptr<c10d::Work> work;
-    std::optional<fp::Mark> is_here; // made after the copy to the host
+    std::optional<fp::Mark> is_here; // after the copy to the host
 };
 
 struct fp_gather {
@@ -28,16 +28,16 @@ struct fp_gather {
 namespace fp {
 namespace {
 
-// Backends do not know complex numbers: those are sent as pairs.
+// The tensor as collectives send it: complex numbers as pairs, as backends do not know them.
 at::Tensor
 as_sent(const at::Tensor &tensor)
 {
     return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-constexpr std::chrono::milliseconds patience{300};
+constexpr std::chrono::milliseconds patience{300}; // one slice of a wait
 
-// What call gives; if it fails, the watchers may know better why.
+// call(). If it fails, a watcher that knows the cause raises its own error instead.
 template <class Call>
 auto
 explained(const fp_group *group, Call &&call)
@@ -58,7 +58,7 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
-// Of the collective that was announced.
+// Tell each watcher `what` of the announced collective: begun, or launched.
 void
 tell(const fp_group &group, void (*fp_group_calls::*what)(PyObject *watcher))
 {
@@ -69,8 +69,8 @@ tell(const fp_group &group, void (*fp_group_calls::*what)(PyObject *watcher))
     }
 }
 
-// The work that start begins on the C++ group, or on the one for the host, under the names this torch has. Without the GIL:
-// gloo's threads take it under the lock of the queue that these calls wait for.
+// Issue a collective: start(group) on the C++ group, or on the host group for tensors on the host. Returns its work. The GIL is
+// released: gloo's threads take it while they hold the lock of the queue for which these calls wait.
 template <class Start>
 c10::intrusive_ptr<c10d::Work>
 started(const fp_group &group, const at::Tensor &tensor, Start &&start)
@@ -94,6 +94,7 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
     return begun;
 }
 
+// The operation "sum of addends * factor".
 c10d::ReduceOp
 sum_of(double factor)
 {
@@ -105,6 +106,7 @@ sum_of(double factor)
     return sum;
 }
 
+// Whether FLATPARAM_REGISTERED=1 was set at the first call.
 bool
 wants_registered()
 {
@@ -227,7 +229,7 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
     Py_XDECREF(out);
     Py_XDECREF(in);
     if (result == nullptr) {
-        if (PyErr_ExceptionMatches(PyExc_Exception) == 0) { /* Ctrl-C comes to each rank at another place */
+        if (PyErr_ExceptionMatches(PyExc_Exception) == 0) { /* Ctrl-C: ranks are interrupted at different places */
             tell(group, &fp_group_calls::launched);
         }
         throw python_error();
@@ -236,7 +238,7 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
     tell(group, &fp_group_calls::begun);
 }
 
-// Wait for a while; whether the work has ended. What it raises is raised.
+// Wait one slice; whether the work has ended. Throws what the work raises.
 static bool
 wait_a_while(c10d::Work &work)
 {
@@ -246,7 +248,7 @@ wait_a_while(c10d::Work &work)
         return true;
     }
     catch (...) {
-        if (!work.isCompleted()) { /* it is the time that ran out */
+        if (!work.isCompleted()) { /* the slice is over */
             return false;
         }
         work.wait();
@@ -254,8 +256,8 @@ wait_a_while(c10d::Work &work)
     }
 }
 
-// Wait for what is in work: for a while if sliced, else to the end; whether it has ended. What has ended, or failed, is
-// forgotten; somebody else may have done that meanwhile, and begun other work in its place.
+// Wait for waited: one slice if sliced, else to the end; whether it has ended. If it has ended or failed, reset work,
+// unless another thread has put other work there meanwhile.
 static bool
 wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited, const fp_group *group,
           bool sliced)
@@ -321,7 +323,7 @@ give_up(c10d::Work &work, fp_group &group)
         try {
             group.given_up = group.given_up || !wait_a_while(work);
         }
-        catch (...) { // it has ended, and raises that to whoever waits for it
+        catch (...) { // it has failed: the next wait raises that
         }
         return work.isCompleted();
     }
@@ -359,11 +361,12 @@ void
 fp_group_free(fp_group *group)
 {
     if (group != nullptr) {
-        Py_XDECREF(group->object); /* torch lets go of the GIL for the last one */
+        Py_XDECREF(group->object); /* torch releases the GIL for the last reference */
         for (PyObject *watcher : group->watchers) {
             Py_XDECREF(watcher);
         }
-        const fp::WithoutGil released; /* the last one waits for collectives, whose threads take it */
+        const fp::WithoutGil
+            released; /* the last reference to a group waits for its collectives, whose threads take the GIL */
         delete group;
     }
 }
@@ -433,8 +436,8 @@ fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard)
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         TORCH_CHECK(!gather->work, "an all-gather is under way");
-        /* The same memory, also when shard is given other data. Neither has a Python object: a thread of the backend lets go of
-         * them, and one that takes the GIL for that while the interpreter ends aborts the process. */
+        /* New tensors over the same memory, which the caller's `.data = ` does not replace. They have no Python object: a
+         * thread of the backend frees them, and a thread that takes the GIL while the interpreter ends aborts the process. */
         const at::Tensor own = fp::unpack(shard).detach(), &given = fp::unpack(output);
         at::Tensor whole = fp::alias(given, given.sizes(), given.strides(), given.storage_offset());
         gather->work = fp::all_gather(*gather->group, whole, own);
@@ -456,8 +459,8 @@ fp_gather_is_under_way(const fp_gather *gather) noexcept
     return gather->work && !gather->work->isCompleted();
 }
 
-// On the host if there is a group for that: then nobody waits for a device. Else on a stream of its own: what the host
-// reads here waits for the other ranks, not for what this device still computes.
+// On the host if there is a group for it: then no wait for a device is needed. Else on the stream for copies: the host then
+// waits for the other ranks, and not for the computation of this device.
 fp_sum *
 fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives, unsigned kind)
 {
@@ -485,7 +488,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
             sum->work = fp::all_reduce(*group, sum->there);
         }
         if (!device.is_cpu()) {
-            fp::wait_for(sum->work, group); /* its stream does */
+            fp::wait_for(sum->work, group); /* its stream waits, not the host */
             sum->here.copy_(sum->there, /*non_blocking=*/true);
             sum->is_here.emplace(fp::recorded_now(device));
         }

@@ -1,4 +1,5 @@
-// tensor/fp_flat_buffer.cpp -- the storage of one flat parameter: made for a shard, freed with a reason, left to others.
+// tensor/fp_flat_buffer.cpp -- the storage of one flat parameter: make it for a shard, free it with a reason, leave it to a
+// borrower; see fp_flat_buffer.h.
 #include "tensor/fp_flat_buffer.hpp"
 
 #include <ATen/ops/empty.h>
@@ -33,13 +34,14 @@ device_from(PyObject *object)
     return reinterpret_cast<THPDevice *>(object)->device;
 }
 
+// A new freed storage for the unsharded tensor.
 at::Tensor
 freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, const char *reason)
 {
     return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason, true);
 }
 
-// Leave the memory, and what is made of it, to whoever has the storage; our tensors are freed.
+// Leave the storage and its memory to the borrower; move our tensors to a freed storage.
 void
 leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
 {
@@ -54,7 +56,7 @@ leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
     move_to_storage(flat.unsharded_data, source);
 }
 
-// Let source's storage, which is freed unless it is the borrowed shard, be that of the unsharded tensor.
+// Make source's storage that of the unsharded tensor. borrowed: source is the shard; else the storage is freed.
 void
 set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
 {
@@ -68,6 +70,7 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
     flat.shown_version = flat.seen_version = flat.unsharded._version();
 }
 
+// The state after event; RuntimeError, which names the unit, where the table has no such move.
 unsigned
 next_state(const fp_flat_buffer &flat, const fp_state_table &table, unsigned state, unsigned event)
 {
@@ -138,7 +141,7 @@ fp_flat_buffer_free(fp_flat_buffer *flat)
 {
     if (flat != nullptr &&
         (fp::guarded(-1, [&] { fp::wait_for_fill(*flat); }) < 0 || fp_flat_buffer_drop_reload(flat) < 0)) {
-        PyErr_Clear(); /* the device has failed: whoever uses it next says so */
+        PyErr_Clear(); /* the device has failed: its next user raises that */
     }
     delete flat;
 }
@@ -176,7 +179,7 @@ fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
         }
         const fp::Plainly plainly;
         fp::wait_for_gather(*flat);
-        flat->unsharded.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
+        flat->unsharded.unsafeGetTensorImpl()->bump_version(); /* autograd refuses graphs that need the old values */
         c10::StorageImpl *storage = fp::storage_of(flat->unsharded);
         fp::set_freed_reason(storage, fp::has_borrower(storage) ? nullptr : reason);
         fp::set_storage(*flat, fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason), false);
@@ -209,7 +212,8 @@ fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard_object)
 {
     const c10::Storage &storage = THPVariable_Unpack(shard_object).storage();
     if (!flat->source || flat->source->_unsafe_get_target() != storage.unsafeGetStorageImpl()) {
-        flat->source.emplace(storage.getWeakStorageImpl()); /* weak: no other one gets its address while we hold it */
+        flat->source.emplace(
+            storage.getWeakStorageImpl()); /* weak: keeps the address, so that no other storage gets it */
         flat->sources++;
     }
     return flat->sources;
@@ -220,7 +224,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 {
     return fp::guarded(-1, [&] {
         if (fp::is_lost(*flat)) {
-            return; /* it may still be written to */
+            return; /* the collective may still write to the memory */
         }
         fp::wait_for_gather(*flat);
         if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->unsharded.defined()) {
@@ -237,7 +241,8 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
                 fp::leave_storage(*flat, views, reason);
             }
             else if (flat->is_borrowed()) {
-                fp::set_freed_reason(fp::storage_of(flat->unsharded), reason); /* it goes when nobody has it any more */
+                fp::set_freed_reason(fp::storage_of(flat->unsharded),
+                                     reason); /* the storage is freed with its last reference */
             }
             else {
                 fp::resize_storage(fp::storage_of(flat->unsharded), 0, reason, true);
@@ -308,7 +313,7 @@ fp_flat_buffer_forget_gathered(fp_flat_buffer *flat)
 int
 fp_flat_buffer_forget_values(fp_flat_buffer *flat)
 {
-    const int status = fp_flat_buffer_forget_gathered(flat); /* first, as it may read the other two */
+    const int status = fp_flat_buffer_forget_gathered(flat); /* first: a wait may read the two below */
     flat->secondary_shard.reset();
     flat->next_secondary_shard.reset();
     return status;

@@ -1,4 +1,4 @@
-// tensor/fp_gradients.cpp -- gradients as attributes: what .grad of parameters shows of a shard's or a unit's gradient.
+// tensor/fp_gradients.cpp -- .grad of parameters as pieces of a shard's or a unit's gradient; see fp_gradients.h.
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,7 +11,7 @@
 namespace fp {
 namespace {
 
-// Nothing is put aside for the i-th parameter any more.
+// Drop the part of parameter i in the reduced gradient that is put aside.
 void
 clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
 {
@@ -23,7 +23,7 @@ clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
     aside.has[i] = 0;
 }
 
-// A gradient that a user may have set.
+// grad as a dense tensor: a user may have set a sparse one.
 at::Tensor
 strided(const at::Tensor &grad)
 {
@@ -31,7 +31,7 @@ strided(const at::Tensor &grad)
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
 
-// Elements of a 1-D tensor, in a shape; offset: in its storage.
+// A view of a 1-D tensor. offset: in its storage, in elements.
 struct Place {
     c10::IntArrayRef sizes, strides;
     int64_t offset;
@@ -43,15 +43,15 @@ at_place(const at::Tensor &whole, const Place &place)
     return alias(whole, place.sizes, place.strides, place.offset);
 }
 
-// Whether grad is what whole has at that place, in this shape and no other order.
+// Whether grad is the view of whole at that place.
 bool
 is_shown(const at::Tensor &grad, const at::Tensor &whole, const Place &place)
 {
     return grad.defined() && is_plain_tensor(grad) && is_at(grad, whole, place.sizes, place.strides, place.offset);
 }
 
-// The i-th parameter's place in a gradient of the shard: in memory as the parameter, where target has the whole shape, else
-// as target itself.
+// The place of parameter i in grad, a gradient of the shard: with the strides of the geometry if target has the parameter's
+// whole shape, else in the shape of target.
 Place
 piece_of(const at::Tensor &grad, const at::Tensor &target, const fp_param_pieces &of, size_t i)
 {
@@ -66,7 +66,8 @@ piece_of(const at::Tensor &grad, const at::Tensor &target, const fp_param_pieces
     return {target.sizes(), target.strides(), offset};
 }
 
-// Its place in the accumulated gradient, where that is the unsharded gradient (own < 0); else its piece, and the shard begins at own.
+// The place of parameter i in the accumulated gradient. own < 0: that is the unsharded gradient; else the place is the
+// piece of the shard, which begins at own.
 Place
 place_in(const at::Tensor &accumulated, const fp_param_pieces &of, size_t i, int64_t own)
 {
@@ -79,7 +80,7 @@ place_in(const at::Tensor &accumulated, const fp_param_pieces &of, size_t i, int
                             : Place{none, unit_stride, accumulated.storage_offset() + own};
 }
 
-// What the user has set as the gradient of a parameter may have any strides and layout, and lie in target itself.
+// target = own, a gradient that a user has set: it may have any strides and layout, and lie in target.
 void
 take(const at::Tensor &target, const at::Tensor &own, size_t i)
 {
@@ -96,7 +97,7 @@ zeros_like_shard(const at::Tensor &shard, const at::Tensor &grad)
     return at::zeros({shard.numel()}, at::TensorOptions(grad.device()).dtype(grad.scalar_type()));
 }
 
-// Whether that is the gradient of the i-th parameter.
+// Whether .grad of parameter i shows its part of the reduced gradient that is put aside.
 bool
 is_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
@@ -108,7 +109,7 @@ is_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_piec
     return is_shown(grad, whole, piece_of(whole, param, of, i));
 }
 
-// The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
+// Put aside .grad of parameter i, a gradient of its piece, as its reduced gradient.
 void
 put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
@@ -123,7 +124,7 @@ put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pie
     aside.has[i] = static_cast<char>(of.numels[i] >= 0);
 }
 
-// What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
+// Set to 0 the part of view in accumulated, which begins at element first of the unsharded gradient.
 void
 clear_range(const at::Tensor &accumulated, const View &view, int64_t first)
 {
@@ -135,8 +136,8 @@ clear_range(const at::Tensor &accumulated, const View &view, int64_t first)
     }
 }
 
-// The tensor, as long as model and on its device, of which the gradients of all params that are in which are the pieces;
-// undefined if they lie otherwise.
+// The tensor of model's numel and device in which the gradients of all params with which[i] lie as pieces; undefined if
+// there is no such tensor.
 at::Tensor
 shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of, const char *which,
                const at::Tensor &model, at::ScalarType dtype)
@@ -166,17 +167,18 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
     return whole;
 }
 
-// What a parameter shows of the accumulated gradient.
+// What .grad of a parameter is: not its place in the accumulated gradient; that, unchanged; that, set to zeros in place; that,
+// changed in place to other values.
 enum class Shows { nothing, accumulated, zeros, written };
 
-// Its parts, where it is complex.
+// A complex tensor as pairs of reals; others as they are.
 at::Tensor
 in_reals(const at::Tensor &tensor)
 {
     return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// A gradient that Python gives, apart from any graph. Raises if its storage was freed.
+// A gradient from Python, detached. ValueError if its storage was freed.
 at::Tensor
 given(PyObject *object)
 {
@@ -185,7 +187,7 @@ given(PyObject *object)
     return grad;
 }
 
-// Whether a gradient that was changed in place was changed to something else than zeros, as a scalar on its device.
+// Whether a gradient that was changed in place has other values than zeros: a 0-dim tensor on its device.
 at::Tensor
 is_edited(const at::Tensor &grad, bool marked)
 {
@@ -193,8 +195,8 @@ is_edited(const at::Tensor &grad, bool marked)
     return marked ? at::logical_or(grad.ne(0), in_reals(grad).signbit().view(grad.sizes())).any() : grad.any();
 }
 
-// The same of all; the last two where it was changed in place. marked: fp_gradients_mark_zeros() was called for kept. A
-// device is asked once for all.
+// What each parameter shows. marked: fp_gradients_mark_zeros() was called for accumulated. The host waits for a device once
+// for all.
 std::vector<Shows>
 shown_of(const at::Tensor &accumulated, bool marked, const std::vector<at::Tensor> &params, const fp_param_pieces &of,
          int64_t own)
@@ -225,7 +227,7 @@ shown_of(const at::Tensor &accumulated, bool marked, const std::vector<at::Tenso
     return shows;
 }
 
-// What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
+// Call the hooks of register_hook() with grad, and write what they return to it.
 void
 call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad, const char *name)
 {
@@ -273,7 +275,7 @@ int
 fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &view = THPVariable_Unpack(view_object); /* of a subclass, or what an extension made of one */
+        const at::Tensor &view = THPVariable_Unpack(view_object); /* may be a subclass, or the tensor of an extension */
         if (!view.requires_grad() || !view.is_leaf()) {
             return 0;
         }
@@ -436,16 +438,16 @@ fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_
             }
             at::Tensor place = fp::at_place(accumulated, fp::place_in(accumulated, *of, i, -1));
             if (fp::is_aside(aside, targets[i], *of, i)) {
-                place.zero_(); /* it did not show the accumulated gradient: it was frozen then */
+                place.zero_(); /* it was frozen when the accumulated gradient was shown */
                 continue;
             }
             if (own.defined() && own.has_storage() &&
                 (own.is_alias_of(accumulated) ||
                  (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
-                targets[i].mutable_grad() = fp::strided(own).clone(); /* the user's, whose memory is cleared below */
+                targets[i].mutable_grad() = fp::strided(own).clone(); /* a copy: its memory is cleared below */
             }
             if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
-                fp::take(place, own, i); /* the user's own: that is what is to be reduced */
+                fp::take(place, own, i); /* the user's gradient is reduced instead */
                 fp::clear_aside(aside, *of, i);
                 shown++;
             }
@@ -480,7 +482,7 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_objec
                 continue;
             }
             if (fp::is_aside(aside, targets[i], *of, i)) {
-                continue; /* it did not show the accumulated gradient: it was frozen then */
+                continue; /* it was frozen when the accumulated gradient was shown */
             }
             if (grad.defined() && shows[i] == fp::Shows::nothing && !targets[i].requires_grad()) {
                 fp::clear_aside(aside, *of, i);
@@ -556,7 +558,7 @@ fp_param_moved(const fp_param_pieces *of, PyObject *shard_object) noexcept
             }
         }
     }
-    catch (...) { /* data of a kind that has no layout or memory to ask for: not what was put there */
+    catch (...) { /* data without a layout or memory: not a piece of ours */
         return i;
     }
     return -1;
