@@ -1,5 +1,5 @@
-// tensor/fp_accumulators.cpp -- the nodes that accumulate the gradient of one tensor: autograd makes another one for each dtype
-// and device that the tensor has had, while graphs keep those of before.
+// tensor/fp_accumulators.cpp -- note the nodes that accumulate the gradient of one tensor. autograd makes a new node when
+// the dtype or device of the tensor changes, and older graphs keep the older node. See fp_graph.h.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -26,7 +26,7 @@ weak(const c10::intrusive_ptr<Node> &node)
     return c10::weak_intrusive_ptr<Node>(node);
 }
 
-using Nodes = std::vector<decltype(weak(std::declval<NodePtr>()))>; // in the order in which they were noted
+using Nodes = std::vector<decltype(weak(std::declval<NodePtr>()))>; // in the order of notes
 
 constexpr const char *capsule_name = "flatparam.accumulators";
 
@@ -45,7 +45,7 @@ fp_graph_note_accumulator(PyObject *known, PyObject *tensor)
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         TORCH_CHECK_TYPE(fp::is_tensor(tensor), "expected a tensor, got ", Py_TYPE(tensor)->tp_name);
         const fp::NodePtr node = torch::autograd::impl::try_get_grad_accumulator(THPVariable_Unpack(tensor));
-        THPObjectPtr capsule(Py_NewRef(known)); // dropped by every exit but the last
+        THPObjectPtr capsule(Py_NewRef(known)); // freed at each return but the last
         if (known == Py_None) {
             auto made = std::make_unique<fp::Nodes>();
             capsule = PyCapsule_New(made.get(), fp::capsule_name, fp::destroy);

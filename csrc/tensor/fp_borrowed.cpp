@@ -1,4 +1,5 @@
-// tensor/fp_borrowed.cpp -- memory that others use by its address, which may not be freed or written to then.
+// tensor/fp_borrowed.cpp -- lend memory that code outside uses by its address (NumPy, DLPack): it must not be freed or
+// written to. See fp_torch_lend().
 #include <ATen/dlpack.h>
 
 #include <unordered_map>
@@ -10,7 +11,8 @@ namespace {
 
 using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Weak: no other storage gets the address of one that is in here. Used with the GIL held; it outlives all storages.
+// The storages that flatparam frees and fills again. Weak references keep the address, so that no other storage gets it.
+// Used with the GIL held; never destroyed, as storages may be freed at the end of the process.
 std::unordered_map<const c10::StorageImpl *, Weak> &
 reused()
 {
@@ -24,7 +26,7 @@ has_python_owner(Storage *storage)
 {
     if constexpr (requires { storage->pyobj_slot()->load_pyobj(); }) {
         PyObject *object = storage->pyobj_slot()->load_pyobj();
-        return object != nullptr && Py_REFCNT(object) > 1; /* one is ours, through our tensors */
+        return object != nullptr && Py_REFCNT(object) > 1; /* one reference belongs to our tensors */
     }
     else {
         return false;
@@ -104,7 +106,7 @@ export_and_lend(void *object, DLManagedTensorVersioned **out)
 {
     const int status = export_tensor(object, out);
     if (status == 0 && fp_torch_lend(static_cast<PyObject *>(object)) < 0) {
-        PyErr_Clear(); /* it is none of our tensors */
+        PyErr_Clear(); /* the export itself has succeeded */
     }
     return status;
 }

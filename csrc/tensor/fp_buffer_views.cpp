@@ -1,4 +1,5 @@
-// tensor/fp_buffer_views.cpp -- the views of one flat parameter: made behind one node, and what users write to them.
+// tensor/fp_buffer_views.cpp -- the views of one flat parameter: make them behind one node, and take user writes; see
+// fp_flat_buffer.h.
 #include "tensor/fp_flat_buffer.hpp"
 
 #include <ATen/ops/empty.h>
@@ -10,8 +11,8 @@
 namespace fp {
 namespace {
 
-// What our shard has of values, elements [offset, ...) of the unsharded tensor, becomes so. What it has in a higher
-// precision, and is the same in theirs, stays. Whether anything has changed.
+// Write values, which begin at element offset of the unsharded tensor, to this rank's shard. An element of the shard that
+// has the same value in the precision of values keeps its own, which may be higher. Returns whether an element has changed.
 bool
 write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offset, const at::Tensor &values)
 {
@@ -41,8 +42,8 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
     return true;
 }
 
-// By the base of the views torch tells whether views of theirs require grad, in no_grad. Who computes with the base itself has
-// a gradient of it, which nobody reduces: that is refused in backward.
+// Let the base of the views require grad or not: torch asks it whether views of the views require grad, in no_grad. A
+// gradient of the base itself would not be reduced, so a backward that computes one is refused.
 void
 set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::string &unit)
 {
@@ -147,7 +148,7 @@ fp_flat_buffer_is_reached(const fp_flat_buffer *flat) noexcept
     if (node == nullptr || info == nullptr) {
         return 0;
     }
-    if (info->empty()) { /* all of the graph is executed */
+    if (info->empty()) { /* empty: the task runs all of its nodes */
         const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
         return nodes != nullptr && nodes->count(node) != 0;
     }
@@ -191,7 +192,7 @@ fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) noexc
         return 0;
     }
     int64_t holders = static_cast<int64_t>(flat->unsharded.storage().use_count());
-    for (size_t i = 0; i < flat->geometry->views.size(); i++) { /* a graph saves a view itself, or a view of it */
+    for (size_t i = 0; i < flat->geometry->views.size(); i++) { /* a graph may save a view, or a view of it */
         holders += static_cast<int64_t>(THPVariable_Unpack(views[i]).use_count());
     }
     return holders;
@@ -261,7 +262,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             shard.unsafeGetTensorImpl()->bump_version();
         }
         if (whole && !given.empty()) {
-            flat->secondary_shard.reset(); /* it is made anew of what is whole */
+            flat->secondary_shard.reset(); /* release() makes a new one of the gathered values */
         }
         return changed ? 1 : 0;
     });

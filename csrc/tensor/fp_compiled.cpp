@@ -1,5 +1,5 @@
-// tensor/fp_compiled.cpp -- compiled autograd, which traces a backward: it can trace the node behind views of a flat tensor, and
-// no unit of the runtime, whose hooks and collectives are no operations.
+// tensor/fp_compiled.cpp -- the functions for compiled autograd, which traces a backward. It can trace the node behind
+// views of a flat tensor. It cannot trace a unit, whose hooks and collectives are no operations: that is refused.
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ refuse_tracing(const UnitRef &ref)
                                 "compiled autograd. torch.compile of the model traces its forward");
 }
 
-// All that apply() depends on is a part of the key of the compiled graph.
+// Put all that apply() depends on into the key of the compiled graph.
 void
 ViewsBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const
 {
@@ -34,7 +34,7 @@ ViewsBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) co
     args.collect(task_should_compute_output(0));
 }
 
-// While a backward is traced there are no gradients: what is called here puts a call of the function into the graph.
+// While a backward is traced there are no gradients yet: put a call of pack() into the graph.
 torch::autograd::variable_list
 ViewsBackward::apply_with_saved(const torch::autograd::variable_list &grads,
                                 torch::dynamo::autograd::SwapSavedVariables &saved)

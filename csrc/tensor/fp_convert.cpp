@@ -34,13 +34,13 @@ core_dtype(at::ScalarType dtype)
 
 namespace {
 
-// The bytes of one copied range that keep a thread busy for longer than waking it costs.
+// The least bytes for one thread: fewer take less time than waking it.
 constexpr int64_t grain_bytes = 1 << 18;
 
-// Plain dense CPU tensors as the core reads them.
+// Plain CPU tensors as segments for the core.
 struct Sources {
-    std::vector<fp_segment> segments; // no data where a piece is undefined or lies otherwise than its view
-    std::vector<size_t> strided;      // the latter
+    std::vector<fp_segment> segments; // without data for undefined pieces, and for those not in their view's order
+    std::vector<size_t> strided;      // the numbers of the pieces that are not in their view's order
 };
 
 Sources
@@ -63,8 +63,8 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
     return sources;
 }
 
-// target (+)= the pieces at their places * scale, by kernels that each take many tensors. false: nothing was done, some piece
-// is not plain or not on target's device.
+// target (+)= the pieces at their places * scale, by kernels that each take many tensors. false: a piece is not plain or not on
+// target's device, or the sum needs a scale, and nothing was done.
 bool
 pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
 {
@@ -72,7 +72,7 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
         return true;
     }
     std::vector<at::Tensor> places, values, gaps;
-    int64_t end = 0; // of the pieces so far, which lie in this order
+    int64_t end = 0; // of the pieces so far: they are in the order of their places
     const auto gap_until = [&](int64_t start) {
         if (!how.accumulate && start > end) {
             gaps.push_back(alias(target, start - end, int64_t{1}, target.storage_offset() + end));
@@ -123,7 +123,8 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
     }
 }
 
-// Whether tensor / divisor is tensor * (1 / divisor), which is what kernels do: it is exact, or torch does so on its device.
+// Whether tensor / divisor may be computed as tensor * (1 / divisor), as kernels do: the result is exact, or torch computes
+// it so on this device.
 bool
 divides_by_multiplying(const at::Tensor &tensor, double divisor)
 {

@@ -14,7 +14,7 @@
 namespace fp {
 namespace {
 
-// Whether two of the ranges [first, second) share an address. Sorts them.
+// Whether two of the ranges [first, second) overlap. Sorts ranges.
 bool
 overlap(std::vector<std::pair<uintptr_t, uintptr_t>> &ranges)
 {
@@ -23,7 +23,7 @@ overlap(std::vector<std::pair<uintptr_t, uintptr_t>> &ranges)
                               [](const auto &a, const auto &b) { return b.first < a.second; }) != ranges.end();
 }
 
-// What of the flat parameter lies in one range of it.
+// The parts of original parameters in one range of the flat parameter.
 struct Runs {
     std::vector<at::Tensor> sources; // dense
     std::vector<fp_param_part> parts;

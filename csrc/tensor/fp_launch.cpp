@@ -14,7 +14,7 @@
 namespace fp {
 namespace {
 
-// The kernels of the one type of accelerator that has some.
+// The kernels, and the type of accelerator that they are for.
 struct InUse {
 #ifdef FLATPARAM_CUDA
     const fp_kernels *kernels = &fp_cuda_kernels;
@@ -24,7 +24,7 @@ struct InUse {
     c10::DeviceType type = c10::kCUDA;
 } in_use;
 
-// Null where there are none. The guard makes device the current one.
+// The kernels for device; null: none. The guard makes device the current one, as CUDA is asked about that.
 const fp_kernels *
 kernels_of(const c10::Device &device)
 {
@@ -35,7 +35,7 @@ kernels_of(const c10::Device &device)
     return in_use.kernels->works(device.index()) ? in_use.kernels : nullptr;
 }
 
-// A stream's handle has another name from torch 2.14 on.
+// The handle of a stream for CUDA; it has another name from torch 2.14 on.
 template <class Stream>
 void *
 handle_of(const Stream &stream)
@@ -48,12 +48,12 @@ handle_of(const Stream &stream)
     }
 }
 
-// What one launch is told of its tensors, all of them plain and on one device.
+// The table of tensors for launches, all of them plain and on one device.
 class Pieces {
   public:
     explicit Pieces(const c10::Device &device) : device_(device) {}
 
-    // One piece at `start` of a flat buffer, or next in a list; false: not one that kernels take.
+    // Add a tensor at element `start` of a flat buffer, or as the next one of a list. false: kernels cannot take it.
     bool add(const at::Tensor &tensor, std::optional<int64_t> start)
     {
         const std::optional<fp_dtype> dtype = dtype_of(tensor);
@@ -64,7 +64,8 @@ class Pieces {
         return true;
     }
 
-    // The same laid out in the order of view, which is dense, whatever strides tensor has.
+    // Add a tensor at view's place and in view's order, whatever strides it has: as dimensions from the slowest, merged if
+    // adjacent.
     bool add(const at::Tensor &tensor, const View &view)
     {
         if (same_layout(tensor, view)) {
@@ -102,7 +103,7 @@ class Pieces {
         return pieces_.size();
     }
 
-    // The pieces in runs whose tables go along with a launch, in order: call(first piece, end) for each.
+    // Split the pieces, in order, into runs whose tables fit into the arguments of a launch: call(first piece, end) for each.
     template <class Call> void for_each_run(const fp_kernels &kernels, Call &&call) const
     {
         size_t first = 0, bytes = 0;
@@ -118,7 +119,7 @@ class Pieces {
         call(first, pieces_.size());
     }
 
-    // Where piece i starts, and ends.
+    // The first element of piece i, and the one behind its last.
     int64_t start_of(size_t i) const
     {
         return pieces_[i].start;
@@ -128,8 +129,8 @@ class Pieces {
         return pieces_[i].start + pieces_[i].numel;
     }
 
-    // Queue one launch of a kernel on the current stream, for pieces [first, stop), which start `base` earlier in its table.
-    // Throws if that fails.
+    // Queue one launch of a kernel on the current stream, for pieces [first, stop). Their starts in its table are `base` less.
+    // RuntimeError if the launch fails.
     template <class Job>
     void launch(const fp_kernels &kernels, int (*kernel)(const Job *, const fp_table *, void *), const Job &job,
                 size_t first, size_t stop, int64_t base) const
@@ -161,7 +162,7 @@ class Pieces {
     }
 
   private:
-    // None: kernels do not take such a tensor.
+    // The core's dtype of tensor; none: kernels cannot take it.
     std::optional<fp_dtype> dtype_of(const at::Tensor &tensor) const
     {
         const bool is_ours = is_plain_tensor(tensor) && tensor.device() == device_;
@@ -203,7 +204,8 @@ list_all(Pieces &list, const std::vector<at::Tensor> &tensors)
                        [&](const at::Tensor &tensor) { return list.add(tensor, std::nullopt); });
 }
 
-// Each run of pieces takes what lies before its first one too, and the last one what comes behind.
+// Pack in one launch for each run. A run also fills the padding before its first piece, and the last run the padding at the
+// end.
 void
 pack_into(const at::Tensor &target, const fp_kernels &kernels, const Pieces &pieces, const How &how, double before)
 {
@@ -222,14 +224,15 @@ pack_into(const at::Tensor &target, const fp_kernels &kernels, const Pieces &pie
     });
 }
 
-// For each run of a list: call(first piece, end, where its table begins, elements from there to its end).
+// For each run of a list: call(first piece, end, the base of its table, its elements from there on).
 template <class Call>
 void
 for_each_list(const fp_kernels &kernels, const Pieces &list, Call &&call)
 {
     list.for_each_run(kernels, [&](size_t first, size_t stop) {
         if (first < stop) {
-            const int64_t base = list.start_of(first) / FP_LIST_WIDTH * FP_LIST_WIDTH; // aligned as before
+            const int64_t base =
+                list.start_of(first) / FP_LIST_WIDTH * FP_LIST_WIDTH; // keeps the alignment of the pieces
             call(first, stop, base, list.end_of(stop - 1) - base);
         }
     });
@@ -305,7 +308,7 @@ launch_norm(const std::vector<at::Tensor> &tensors, bool is_max, at::ScalarType 
         runs++;
         blocks = std::max<int64_t>(blocks, fp_norm_blocks(numel));
     });
-    const bool in_fp64 = runs > 1 || dtype == at::kDouble; // those of several runs are joined before they are rounded
+    const bool in_fp64 = runs > 1 || dtype == at::kDouble; // several runs are added before they are rounded
     const at::Tensor results = at::empty({runs}, options.dtype(in_fp64 ? at::kDouble : at::kFloat));
     const at::Tensor partials = at::empty({blocks + 1}, options.dtype(at::kDouble));
     auto *result = static_cast<unsigned char *>(results.mutable_data_ptr());

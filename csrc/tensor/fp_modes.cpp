@@ -16,7 +16,7 @@ using Modes = c10::impl::TorchDispatchModeTLS;
 using Key = c10::impl::TorchDispatchModeKey;
 using Mode = std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>;
 
-// In the first forward, and when it is recomputed: torch.utils.checkpoint names them so since 2.4.
+// Whether mode is a selective checkpoint's, of the first forward or of the recomputation: torch's names since 2.4.
 bool
 is_checkpoint(const Mode &mode)
 {
@@ -24,7 +24,7 @@ is_checkpoint(const Mode &mode)
     return name == "_CachingTorchDispatchMode" || name == "_CachedTorchDispatchMode";
 }
 
-// torch's own for tracing lie below those.
+// The number of torch's modes for tracing, which lie below the others on the stack.
 int64_t
 count_tracing()
 {

@@ -1,4 +1,4 @@
-// tensor/fp_norms.cpp -- the norm of gradients, and scaling them by it: one launch, or a call of torch, for all of them.
+// tensor/fp_norms.cpp -- the norm of gradients, and their scaling by it, in a few launches for all of them; see fp_gradients.h.
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -22,10 +22,10 @@
 namespace fp {
 namespace {
 
-// The gradients of one device and dtype.
+// The gradients of one device and dtype, for one call of torch's _foreach operations.
 struct Kind {
     std::vector<at::Tensor> grads;
-    std::vector<size_t> places; // of each among the parameters
+    std::vector<size_t> places; // the number of each one's parameter
 };
 
 std::vector<Kind>
@@ -86,7 +86,7 @@ norm_of(const std::vector<Kind> &kinds, double order, at::ScalarType precision, 
         return at::zeros({}, at::TensorOptions().dtype(precision).device(device));
     }
     if (found.size() == 1 && (order == 2.0 || std::isinf(order))) {
-        return found[0].second.to(device, precision); // is its own norm
+        return found[0].second.to(device, precision); // one tensor: its norm is the result
     }
     std::sort(found.begin(), found.end(), [](const auto &a, const auto &b) { return a.first < b.first; });
     std::vector<at::Tensor> each;
@@ -94,7 +94,7 @@ norm_of(const std::vector<Kind> &kinds, double order, at::ScalarType precision, 
     return at::linalg_vector_norm(at::stack(each), order).to(device, precision);
 }
 
-// min(1, max_norm / norm). On the host it is computed here: to find four operations of torch takes longer than they do.
+// min(1, max_norm / (norm + 1e-6)). In fp32 on the host it is computed here: dispatching four operations of torch takes longer.
 at::Tensor
 factor_for(const at::Tensor &norm, double max_norm)
 {

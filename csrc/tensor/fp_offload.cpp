@@ -1,4 +1,5 @@
-// tensor/fp_offload.cpp -- accumulated gradients of one flat parameter in host memory between backwards.
+// tensor/fp_offload.cpp -- keep the accumulated gradient of one flat parameter in host memory between backwards; see
+// fp_flat_buffer.hpp.
 #include <ATen/ops/empty.h>
 
 #include "tensor/fp_flat_buffer.hpp"
@@ -6,14 +7,14 @@
 namespace fp {
 namespace {
 
-// Start the copy of what lies in host memory to the device.
+// If the accumulated gradient lies in host memory, start to copy it to reload_buffer on the device.
 void
 start_reload(fp_flat_buffer &flat)
 {
     if (!flat.host_valid || flat.reload_buffer.defined()) {
         return;
     }
-    check_memory(flat.host, name_of(flat)); /* .grad has shown it */
+    check_memory(flat.host, name_of(flat)); /* users reach it by .grad */
     const c10::Device device = flat.unsharded.device();
     at::Tensor buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
     flat.accumulated_home.move_in(device);
@@ -93,7 +94,7 @@ fp_flat_buffer_drop_reload(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         if (flat->reload_buffer.defined()) {
-            fp::block_on(flat->has_come, flat->reload_buffer.device()); /* its memory is used next */
+            fp::block_on(flat->has_come, flat->reload_buffer.device()); /* the current stream may use its memory next */
             flat->reload_buffer.reset();
         }
     });

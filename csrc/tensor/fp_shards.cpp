@@ -1,8 +1,8 @@
-// tensor/fp_shards.cpp -- what torch's operations make of shards of parameters, found without a look in any of them.
+// tensor/fp_shards.cpp -- mark shards of parameters, and refuse operations that need whole ones; see fp_shards.h.
 //
-// A marked tensor has a dispatch key of its own, which torch reserves for code outside of it and which nothing else uses.
-// Its fallback falls through, which costs nothing: the dispatcher leaves it out when it looks for a kernel. The few
-// operations that modules do with whole parameters have a kernel for it.
+// A marked tensor has the dispatch key DeferredInit, which torch reserves for other code and which nothing else uses. Its
+// fallback falls through, and the dispatcher then skips the key: other operations cost nothing more. The few operations
+// that modules do with whole parameters have a kernel for it.
 #include "tensor/fp_shards.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ const c10::DispatchKeySet after_marked(c10::DispatchKeySet::FULL_AFTER, marked);
 
 PyObject *explain = nullptr;
 
-// Raise what is to be said of a shard, if anything is.
+// If tensor is marked and explain() has a text for it, throw that as RuntimeError.
 void
 refuse(const at::Tensor &tensor)
 {
@@ -59,7 +59,7 @@ refuse(const c10::IValue &value)
     }
 }
 
-// For operations that take whole parameters.
+// The kernel for operations that take whole parameters alone: refuse a shard before the operation.
 void
 refuse_all(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack)
 {
@@ -78,7 +78,7 @@ refuse_if_tensor(const Argument &argument)
     }
 }
 
-// For operations that fit shards too, if they are the right ones.
+// The kernel for operations that can fit shards, too: try, and explain a failure.
 template <class Op, class Schema = typename Op::schema> struct Tried;
 template <class Op, class Result, class... Arguments> struct Tried<Op, Result(Arguments...)> {
     static Result call(c10::DispatchKeySet keys, Arguments... arguments)
@@ -98,7 +98,7 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library)
     library.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// What only modules do, with whole parameters.
+// Operations of modules, on whole parameters.
 constexpr const char *whole_operations[] = {
     // layers
     "linear", "bilinear", "embedding", "embedding_bag", "embedding_bag.padding_idx", "prelu",
@@ -138,7 +138,8 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
         const fp::Plainly plainly;
         const std::vector<fp::View> &views = of->geometry->shared->views;
         const int64_t *starts = of->starts, *numels = of->numels;
-        const at::Tensor &whole = fp::unpack(shard_object); /* ours is an alias: what is replaced may run Python code */
+        const at::Tensor &whole =
+            fp::unpack(shard_object); /* not used below: set_data() may run Python code, which may replace its data */
         const at::Tensor shard = fp::alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         const c10::DispatchKeySet keys = marked ? shard.key_set().add(fp::marked) : shard.key_set();
@@ -158,8 +159,8 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
             }
             at::Tensor piece = numels[i] < 0 ? fp::real_empty(shape, shard.options())
                                              : fp::alias(shard, shape, stride, shard.storage_offset() + starts[i]);
-            if (marked &&
-                targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(keys)) { /* not of all devices */
+            if (marked && targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(
+                              keys)) { /* tensors of some devices cannot take the mark */
                 const auto *made = piece.unsafeGetTensorImpl();
                 at::Tensor same = at::detail::make_tensor<c10::TensorImpl>(
                     c10::TensorImpl::VIEW, c10::Storage(piece.storage()), keys, piece.dtype());

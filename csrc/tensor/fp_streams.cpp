@@ -14,11 +14,11 @@
 namespace fp {
 namespace {
 
-// What a device has beside the current stream; and what the last unit has copied out: freed when the next one comes or the
-// backward ends, so that beside the gradient that is added to one comes and one goes at most.
+// The streams of a device beside the current one, and the source of the last copy_out(). That is freed by the next one, or
+// at the end of the backward: besides the gradient in use, at most one gradient comes from the host and one goes there.
 struct OfDevice {
     std::recursive_mutex mutex;                       // models of several threads share a device
-    std::array<std::optional<c10::Stream>, 2> others; // by purpose; none: the device has no further ones
+    std::array<std::optional<c10::Stream>, 2> others; // by purpose; none: the device has one stream alone
     at::Tensor leaving;
     std::optional<Mark> has_left;
 };
@@ -34,7 +34,7 @@ further_stream(const c10::Device &device)
     }
 }
 
-// By type and index. Never destroyed: when the process ends, the driver goes before static variables do.
+// The entry of device, made at first use. Never destroyed: the driver ends before static variables do.
 OfDevice &
 of_device(const c10::Device &device)
 {
@@ -62,7 +62,7 @@ stream_for(const c10::Device &device, Purpose purpose)
     return device.is_cpu() || device.is_meta() ? std::nullopt : of_device(device).others[static_cast<size_t>(purpose)];
 }
 
-// What `after` does from here on comes after what `before` has done so far.
+// Let the later work of `after` wait for the present work of `before`.
 void
 put_after(const c10::Stream &after, const c10::Stream &before)
 {
@@ -71,7 +71,7 @@ put_after(const c10::Stream &after, const c10::Stream &before)
     event.block(after);
 }
 
-// What was copied out last, which may be freed now: the device's work from here on comes after the copy. The mutex is held.
+// The source of the last copy_out(), to be freed by the caller. The current stream waits for the copy. The mutex is held.
 at::Tensor
 take_leaving(OfDevice &of, const c10::Device &device)
 {
@@ -90,7 +90,7 @@ has_streams(const c10::Device &device)
 at::Tensor
 empty_beside(const c10::Device &other, at::IntArrayRef sizes, const at::TensorOptions &options)
 {
-    const SparedCaptures spared(other); // torch asks whether copies with pinned memory that was freed are done
+    const SparedCaptures spared(other); // torch queries the events of freed pinned memory
     return at::empty(sizes, options.pinned_memory(options.device().is_cpu() && has_streams(other)));
 }
 
@@ -157,7 +157,7 @@ block_on(std::optional<Mark> &mark, const c10::Device &device)
     mark.reset();
 }
 
-// A template, for what a torch may lack is looked up in those alone.
+// A template, so that a member which this torch lacks is not looked up.
 template <class Guard>
 static uint64_t
 capture_by(const Guard &guard, const c10::Stream &stream)

@@ -1,4 +1,4 @@
-// tensor/fp_views.cpp -- views of a flat tensor behind one autograd node, and its opposite: flattening.
+// tensor/fp_views.cpp -- make views of a flat tensor behind one autograd node; and the reverse, flatten by torch's operations.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -33,7 +33,7 @@ same_layout(const at::Tensor &tensor, const View &view)
 
 namespace {
 
-// The elements of piece in the order in which view stores them, as a 1-D tensor; differentiable.
+// piece as a 1-D tensor in view's order; differentiable.
 at::Tensor
 in_storage_order(const at::Tensor &piece, const View &view)
 {
@@ -126,7 +126,7 @@ check_flat(const at::Tensor &flat, const Geometry &geometry)
                       flat.sizes());
 }
 
-// Lets out[i] be make(i), new references, n of them; none is left there on failure.
+// out[i] = make(i), a new reference, for i < n. On failure none is left in out.
 template <class Make>
 int
 make_each(size_t n, PyObject **out, Make &&make)
@@ -148,7 +148,7 @@ make_each(size_t n, PyObject **out, Make &&make)
     return status;
 }
 
-// Views that this made before of the same flat tensor and that may be used again, see fp_torch_make_views().
+// The spare views of fp_torch_make_views() that can be used again: still as they were made, and nothing refers to them.
 class Spare {
   public:
     Spare(PyObject *const *views, const char *idle, const at::Tensor &flat, const at::Tensor &base,
@@ -166,7 +166,7 @@ class Spare {
         }
     }
 
-    // The i-th one, borrowed, if it may be used.
+    // Spare view i, borrowed; null: make a new one.
     PyObject *operator[](size_t i) const
     {
         return !fits_.empty() && fits_[i] ? views_[i] : nullptr;
