@@ -1,12 +1,19 @@
-/* runtime/fp_types.h -- the structs of the runtime: a unit, and what the units of a tree share. Files of the runtime include
- * each other one way, those that are further down in this list those above:
+/* runtime/fp_types.h -- the structs of the runtime: a unit (_C.Unit), and the root (_C.Root) that the units of a model share.
+ *
+ * The GIL protects every field. In a backward autograd runs nodes in several threads, and they give up the GIL while they wait
+ * for a collective. Therefore they also take turns under fp_root.lock (runtime/fp_iteration.c).
+ *
+ * A "pass" is one iteration of the model, numbered by fp_root.pass. A pass number of -1 or 0
+ * means "never".
+ *
+ * Files of the runtime include each other one way. A file in this list includes the files above it, not those below it:
  *     fp_types, fp_flat_param    the structs; one flat parameter
- *     fp_fresh                   whether what is gathered of a unit is of now
- *     fp_unshard, fp_reduction   what is done to one unit
- *     fp_consensus               what ranks tell each other
- *     fp_reduce_order            which unit is reduced when
+ *     fp_fresh                   does the gathered data have the current values?
+ *     fp_unshard, fp_reduction   the gathers and the reductions of one unit
+ *     fp_consensus               what ranks tell each other about units
+ *     fp_reduce_order            when each unit with a secondary shard is reduced
  *     fp_iteration               an iteration of the model: threads, order, recovery
- *     fp_forward, fp_backward    what Python and autograd call
+ *     fp_forward, fp_backward    the entry points for Python and for autograd
  *     fp_unit, fp_root           the Python types */
 #pragma once
 
@@ -14,111 +21,152 @@
 
 struct fp_unit;
 
-/* What ranks tell each other of the units that are spread over one group. */
+/* One all-reduce of flags over one group: what its ranks tell each other about the units that are sharded over it. Made and
+ * freed by fp_consensus.c. The units and their order are the same on all ranks of the group. */
 typedef struct {
-    fp_sum *sum;            /* NULL: it was read */
-    struct fp_unit **units; /* owned references; the same on all ranks of the group, in one order */
+    fp_sum *sum;            /* owned; the all-reduce under way. NULL before it starts and after its result was read */
+    struct fp_unit **units; /* [n] owned references */
     Py_ssize_t n, n_flags;
+    /* [n_flags] Before the read: this rank's flags; after it: their sums over the ranks. The last `ranks` of them are error
+     * slots, one a rank: 1 + the index in units of the unit that raised there; 0: none did. */
     int32_t *flags;
-    int rank, ranks; /* ours in the group, and how many there are */
+    int rank, ranks; /* this rank in the group; the group's size */
 } fp_exchange;
 
-/* What the units of a tree share: _C.Root. */
+/* _C.Root. Units own it (fp_unit.root); it borrows them. A unit that is freed takes itself out of every list here
+ * (fp_iteration_leave_root). */
 typedef struct {
     PyObject_HEAD
-    PyObject *collectives;  /* does collectives in Python's way */
-    PyObject *watched;      /* ((dict, name, function), ...): Python's way is taken once one of them was replaced */
-    PyObject *find_tensors; /* finds the tensors in an output of any type */
-    PyObject *model_traces; /* tuple of ModelTrace: of the groups that the units are spread over */
-    struct fp_unit **units; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
+    /* Owned callbacks and settings. The constructor sets them; Root.tell() sets model_traces. */
+    PyObject *collectives; /* Python object that does the collectives while through_python is 1 */
+    PyObject *watched;     /* ((dict, name, function), ...): once a user has replaced one, through_python becomes 1 */
+    /* find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict. */
+    PyObject *find_tensors;
+    PyObject *model_traces; /* tuple of ModelTrace: they are told where passes begin and backwards end */
+
+    /* Units: all pointers are borrowed. */
+    struct fp_unit **units; /* [n_units] in the order in which they joined */
     Py_ssize_t n_units;
-    struct fp_unit **order; /* units by the end of their forward in this pass, borrowed; NULL: it is gone */
+    /* [n_order, with memory for room_order] The post-forward order of this pass. An entry is NULL if its unit is gone. A unit
+     * whose forward ran twice has two entries. Empty when a pass begins and after a backward. */
+    struct fp_unit **order;
     Py_ssize_t n_order, room_order;
-    struct fp_unit *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
-    struct fp_unit *reducing;                      /* borrowed: the unit whose reduction was started last */
-    struct fp_unit *halfway; /* borrowed: the one before, whose reduction may have a second half */
-    fp_unit_ref *ref;
+    /* The unit whose forward began last in this pass, and the stale one: the next unit is noted as their next_forward and
+     * next_refreshed. NULL when a pass begins. */
+    struct fp_unit *last_forward, *last_refreshed;
+    struct fp_unit *reducing; /* the unit whose reduction started last in this backward; NULL: none */
+    struct fp_unit *halfway;  /* the unit before it: its second reduction, over replicas, may be under way */
+
+    fp_unit_ref *ref; /* autograd calls the end of a backward through it; it outlives this object */
+    /* FP_PREFETCH_*; 1: gather the next unit while this one computes (on an accelerator that is always done). */
     int backward_prefetch, forward_prefetch;
-    int synchronize;               /* 0: no_sync */
-    int blocks;                    /* of no_sync that are open */
-    int64_t resets;                /* how often all of them were ended at once */
-    int through_python;            /* for this pass */
-    int always_python;             /* a hook is set */
-    int in_backward;               /* between the first before_backward and the end of that pass */
-    int create_graph;              /* this backward's gradients may be differentiated: see fp_unshard_is_for_graph */
-    int retain_graph;              /* and its graph may be gone through again */
-    int closed;                    /* during a recovery or refresh: nothing may begin */
-    Py_ssize_t depth;              /* units whose forward is under way */
-    uintptr_t caller;              /* the thread that the iteration runs for: see fp_graph_caller */
-    PyThread_type_lock lock;       /* who has it works on units in a backward, which has a thread for each device */
-    unsigned long holder;          /* that thread */
-    int held;                      /* how often it has it; 0: nobody */
-    int has_secondary_shards;      /* of some unit */
-    struct fp_unit **reduce_order; /* all units, borrowed; those with a secondary shard are reduced in it */
-    Py_ssize_t reduce_order_at;    /* in it: whose turn is next in this backward */
-    Py_ssize_t cursor;             /* in order: to which unit this backward has come */
-    Py_ssize_t entries;            /* first forwards of units so far */
-    fp_exchange *exchanges;        /* of this backward, one for each group */
+    int synchronize;    /* 1 while blocks is 0: a backward reduces the gradients; 0: it accumulates them */
+    int blocks;         /* no_sync() blocks that are open */
+    int64_t resets;     /* calls of end_all_no_sync(): a block that began before the last one is no longer open */
+    int through_python; /* decided when a pass begins: collectives go through Python */
+    int always_python;  /* set by Python, as a communication hook needs it: through_python becomes 1 in each pass */
+
+    /* The backward under way. A backward that raised leaves in_backward at 1, and the next call recovers. */
+    int in_backward;  /* 1 from the first call of autograd until finish() in fp_backward.c */
+    int create_graph; /* set when a backward begins: its gradients may be differentiated (create_graph=True) */
+    int retain_graph; /* set when a backward begins: its graph may be used again (retain_graph=True) */
+
+    /* Threads: fp_iteration.c. */
+    int closed;       /* 1 during a recovery or refresh(): no forward or backward may begin */
+    Py_ssize_t depth; /* forwards under way, those inside another one included */
+    uintptr_t caller; /* the user's thread of the iteration (fp_graph_caller); valid if depth > 0 or in_backward */
+    PyThread_type_lock lock; /* owned; a thread holds it while it works on units in a backward */
+    unsigned long holder;    /* ident of that thread; valid if held > 0 */
+    int held;                /* times that the holder has entered: it may enter again; 0: the lock is free */
+
+    /* Reduce order: fp_reduce_order.h. */
+    int has_secondary_shards; /* 1 once a unit with a secondary shard has joined; else the next three are not used */
+    struct fp_unit **reduce_order; /* [n_units] all units, borrowed */
+    Py_ssize_t reduce_order_at;    /* index in reduce_order of the unit whose turn is next; n_units: no turn is left */
+    Py_ssize_t cursor;             /* index in order of the unit that this backward has come to; n_order: none yet */
+    Py_ssize_t entries;            /* gives fp_unit.entry: first forwards of units in a pass, over all passes */
+
+    /* Consensus in a backward: fp_consensus.h. */
+    fp_exchange *exchanges; /* [n_exchanges] owned, one a group; NULL outside of a backward */
     Py_ssize_t n_exchanges;
-    PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
-    const struct fp_unit *error_unit; /* which that is of, borrowed */
-    int64_t pass;
-    int64_t
-        optimizer_steps; /* between its backwards, of optimizers that hold some of its parameters: alike on all ranks */
-    int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
+    PyObject *error;                  /* owned; the first error of this rank that all ranks raise at the end; or NULL */
+    const struct fp_unit *error_unit; /* borrowed; the unit that raised it */
+
+    /* Counters that never decrease. */
+    int64_t pass; /* passes begun; incremented before the first collective of a pass */
+    /* Grows with each step, outside of a backward, of an optimizer that holds parameters of the units. Alike on all ranks. */
+    int64_t optimizer_steps;
+    /* For tests and plans: gathers of sharded units; gathers of secondary shards from the shards, one a unit; reductions, one a
+     * flat parameter. */
+    int64_t gathers, refreshes, reductions;
 } fp_root;
 
-/* One unit: _C.Unit. */
+/* _C.Unit. It owns its flat parameters. Autograd refers to it by ref, which outlives it. */
 typedef struct fp_unit {
     PyObject_HEAD
-    fp_root *root;               /* owned, or NULL before the unit has joined one */
-    PyObject *name;              /* str */
-    PyObject *on_param_replaced; /* called when parameters are not where they were put */
-    PyObject *reason;
-    PyObject *opaque; /* the same, when its last output had no tensor that was found; or NULL */
-    PyObject
-        *reduced; /* called with the index of a flat parameter whose gradient is reduced and in .grad; or None, NULL */
-    fp_flat_param *flat_params;
+    fp_root *root;               /* owned; NULL before join(), and after the garbage collector has cleared the unit */
+    PyObject *name;              /* str: names the unit in messages */
+    PyObject *on_param_replaced; /* on_param_replaced(): a user moved or replaced a parameter; Python takes it back */
+    PyObject *reason;            /* str: the message of the error when freed data is read */
+    PyObject *opaque;            /* str: reason, and that no tensor was found in the last output; NULL: one was found */
+    /* reduced(index): .grad has the reduced gradient of the flat parameter of this index. None or NULL: nobody is called. */
+    PyObject *reduced;
+    fp_flat_param *flat_params; /* [n_flat_params] owned */
     Py_ssize_t n_flat_params;
-    struct fp_unit *next_forward;   /* borrowed: whose forward came next the last time */
-    struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
-    struct fp_unit *next_full;      /* borrowed: another one that stays full, in the process */
-    struct fp_unit **full_at;       /* where this one is among them; NULL: it does not */
-    fp_unit_ref *ref;
+    struct fp_unit *next_forward;   /* borrowed; the unit whose forward followed when this one ran last: prefetched */
+    struct fp_unit *next_refreshed; /* borrowed; the same among the units that were stale */
+    struct fp_unit *next_full;      /* borrowed; list of the units in the process that stay full: see full_units */
+    struct fp_unit **full_at;       /* the pointer to this unit in that list; NULL: the unit is not in it */
+    fp_unit_ref *ref;               /* hooks and nodes call the unit through it */
+
+    /* Settings, alike on all ranks. */
     int reshard_after_forward;
-    int sharded;             /* some flat parameter is spread over ranks */
-    int has_secondary_shard; /* forward and backward gather from one, until the shards change */
-    int stale;               /* in this pass the first gather is from the shards, on all ranks */
-    int suspect;             /* the next pass compares the shards with what it would gather from */
-    int64_t stale_pass;      /* the last pass that began so */
-    fp_pass_state pass;      /* changed by fp_iteration_move() alone */
-    fp_unit_state state;     /* of its unsharded data; changed by fp_unshard_move() alone */
-    Py_ssize_t depth;        /* forwards of this unit that are within each other */
-    Py_ssize_t pending;      /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int sharded;             /* 1: some flat parameter has a shard group */
+    int has_secondary_shard; /* 1: some flat parameter has a secondary shard, or stays gathered until its shards change */
+
+    /* Staleness: fp_fresh.c. */
+    int stale;   /* 1: the next gather is from the shards, as some rank has changed one. Alike on all ranks */
+    int suspect; /* set by Python, say after an interruption: the next pass compares the gathered data with the shard */
+    int64_t stale_pass; /* the last pass that began with stale at 1 */
+
+    /* The iteration. */
+    fp_pass_state pass;  /* changed by fp_iteration_move() alone */
+    fp_unit_state state; /* of its unsharded data; changed by fp_unshard_move() alone */
+    Py_ssize_t depth;    /* forwards of this unit under way, one inside the other */
+    Py_ssize_t pending;  /* forwards with inputs whose gradients are not there yet; frozen data may be freed at 0 */
     int64_t rests;  /* generation: incremented at the end of each backward; callbacks of older forwards are ignored */
-    uint64_t began; /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
-    int64_t gather_pass;        /* pass of the gather */
-    int64_t entered_pass;       /* of its last forward */
-    Py_ssize_t entered;         /* how many forwards that backward comes back to had ended when its first one began */
-    Py_ssize_t entry;           /* which of all first forwards that was */
-    int64_t accumulated_steps;  /* fp_optimizer_steps when it was gathered, or KEPT */
-    int64_t gather_steps;       /* optimizer_steps of the root at the gather */
-    int accumulated_in_no_sync; /* KEPT, for forwards too, until a rank calls it old: see fp_consensus_on_stale */
-    int for_graph;              /* KEPT for a graph */
-    unsigned observed,
-        learned; /* kinds of forwards in which this rank, and all, know whether it is written before its turn */
-    int saw_writes, written_ahead;  /* it was, on this rank; on some rank: it is not gathered ahead */
-    int64_t seen_pass, seen_writes; /* fp_fresh_learn(): pass and writes when the forward came to the unit before */
-    int64_t recorded;    /* optimizer_steps of the root when a backward with create_graph=True came to it last; or -1 */
-    int task;            /* graph task that came to this unit last */
-    Py_ssize_t position; /* in the order of this pass; -1: none */
+    uint64_t began; /* fp_graph_now() at the start of its outermost forward, the one under way or the last one */
+    int64_t gather_pass;  /* the last pass that gathered or used the unsharded data; -1: the data is not valid */
+    int64_t entered_pass; /* the last pass that ran its forward; -1: none */
+    Py_ssize_t entered;   /* root->n_order when its first forward of that pass began */
+    Py_ssize_t entry; /* number of that first forward, counted by root->entries: units are reduced in reverse of it */
+
+    /* Validity of the unsharded data: fp_fresh.c. */
+    int64_t
+        accumulated_steps; /* fp_optimizer_steps at the gather; in state KEPT: when kept, -1: no forward may use it */
+    int64_t gather_steps;  /* root->optimizer_steps at the gather */
+    int accumulated_in_no_sync; /* valid in KEPT. 1: no_sync() kept it, and forwards may use it until it is stale */
+    int for_graph;              /* 1: a graph recorded with create_graph=True needs the data, so it is not freed */
+
+    /* Writes to the shard between the start of a forward of the model and this unit's turn, which forbid gathering ahead:
+     * fp_fresh.c. observed and learned are sets of bits, one bit for forwards with gradients and one for those without:
+     * this rank has watched such a forward; all ranks have told each other what they saw in one. */
+    unsigned observed, learned;
+    int saw_writes, written_ahead; /* this rank saw such a write; some rank did (alike on all ranks) */
+    int64_t seen_pass,
+        seen_writes; /* the pass and the count of writes, noted at the forward of the unit before this one */
+
+    int64_t recorded;    /* root->optimizer_steps when for_graph was set last; -1: never */
+    int task;            /* autograd's graph task that came to this unit last */
+    Py_ssize_t position; /* index in root->order of its last forward in this pass; -1: not in root->order */
 } fp_unit;
 
 enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
-extern int64_t fp_optimizer_steps; /* of any optimizer in this process: decides nothing that ranks have not agreed on */
+/* Steps of all optimizers in this process. Ranks may count differently, so it decides nothing before ranks have agreed. */
+extern int64_t fp_optimizer_steps;
 
-/* fp_state_next(), with RuntimeError naming the unit where event may not happen in state. */
+/* fp_state_next() for a unit. -1 with RuntimeError that names the unit if event is illegal in state. Changes nothing else. */
 int fp_unit_next(const fp_unit *unit, const fp_state_table *table, unsigned state, unsigned event, unsigned *next);
 
 static inline int
@@ -133,33 +181,38 @@ fp_unit_awaits_backward(const fp_unit *unit)
     return unit->pass == FP_PASS_FORWARD_AGAIN || unit->pass == FP_PASS_AWAITING_BACKWARD;
 }
 
-/* A graph that a backward has recorded may use what is gathered before any hook of the unit is called. */
+/* 1: a backward with create_graph=True has recorded a graph, and no optimizer has stepped since. A backward through that graph
+ * may read the gathered data before any hook of the unit is called. */
 static inline int
 fp_unit_is_recorded(const fp_unit *unit)
 {
     return unit->recorded == unit->root->optimizer_steps;
 }
 
-/* RuntimeError that the unit cannot do what in the middle of a pass. */
+/* -1 with RuntimeError if a forward of the unit, or a backward of the model, is under way. what: the refused action, as a verb
+ * phrase for the message. */
 int fp_unit_check_idle(const fp_unit *unit, const char *what);
 
-/* All of its flat parameters are gathered, or being gathered. */
+/* 1: all flat parameters of the unit are gathered, or their gathers are under way. */
 static inline int
 fp_unit_is_full(const fp_unit *unit)
 {
     return unit->state >= FP_UNIT_GATHERING;
 }
 
-PyObject *fp_root_units(const fp_root *root);       /* tuple of all units, for loops in which one may take itself out */
-PyObject *fp_unit_collectives(const fp_unit *unit); /* what does collectives in Python's way; NULL: nobody */
+/* New tuple of all units, which it keeps alive: for loops that run Python code, in which a unit may leave the root. */
+PyObject *fp_root_units(const fp_root *root);
+PyObject *
+fp_unit_collectives(const fp_unit *unit); /* borrowed: the Python object that does collectives; NULL: C does */
 
-/* Call each flat parameter of a unit, or each unit that is a root's when this begins, until one call gives another value than 0,
- * which is returned; -1 too where there is no memory. */
+/* Call a function for each flat parameter of a unit, or for each unit that the root has at the start. Stop at the first result
+ * other than 0 and return it. fp_root_each also returns -1 with MemoryError. */
 int fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param));
 int fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit));
 
-/* fp_flat_buffers_can_join, _begin and _end for all flat parameters of a unit; 0 also where Python does the collectives. status < 0:
- * an exception is set, which stays. */
+/* fp_flat_buffers_can_join, _begin and _end (tensor/fp_flat_buffer.h) for all flat parameters of a unit. what: FP_JOIN_*.
+ * 0 also for a unit with one flat parameter, or if Python does the collectives: then each collective is a call of its own.
+ * status: result of the calls between begin and end. If it is < 0 its exception stays set, and -1 is returned. */
 int fp_unit_can_join(const fp_unit *unit, int what);
 int fp_unit_begin_together(const fp_unit *unit, int what);
 int fp_unit_end_together(const fp_unit *unit, int what, int status);
