@@ -1,4 +1,12 @@
-/* runtime/fp_flat_param.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it. */
+/* runtime/fp_flat_param.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it.
+ *
+ * A unit embeds its flat parameters (fp_unit.flat_params); only files of the runtime use them. The caller holds the GIL,
+ * and in a backward the lock of the root. Numels and starts are in ELEMENTS. Functions that return int give 0, or -1 with
+ * an exception set, unless they say more. name: the unit's name for messages.
+ *
+ * "Owners" are the Parameters that have a .grad: the original parameters (use_orig_params=True), else the shard alone.
+ * "Nested" is a flat parameter with an outer group: its gradient is reduced over param_group in each micro-batch, and from
+ * there over outer_group when gradients are synchronized. */
 #pragma once
 
 #include "core/fp_state.h"
@@ -6,121 +14,165 @@
 #include "tensor/fp_gradients.h"
 #include "python/fp_attributes.h"
 
-/* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on: which shares it, replicates it, shares the secondary shard for
- * forward and backward, refreshes that. FP_GROUPS more: the same group's second watcher. */
-enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_OUTER = 3, FP_GROUPS = 4 };
+/* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on. FP_GROUPS + one of them: the second watcher of that
+ * group. */
+enum {
+    FP_GROUP_SHARD = 0,     /* its ranks hold one shard each */
+    FP_GROUP_REPLICATE = 1, /* its ranks hold the same shard */
+    FP_GROUP_PARAM = 2,     /* its ranks hold one secondary shard each; forward and backward gather over it */
+    FP_GROUP_OUTER = 3,     /* over it a rank gathers its secondary shard from the shards (nested) */
+    FP_GROUPS = 4
+};
 
-/* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */
-enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
+/* What the modules have as attributes, and what they list in parameters(). */
+enum {
+    FP_SHOWS_NOTHING = 0, /* the flat parameter has set no attribute yet */
+    FP_SHOWS_PARAMS = 1,  /* original parameters, listed */
+    FP_SHOWS_VIEWS = 2,   /* views; listed too if there are original parameters, as torch does in forward */
+    FP_SHOWS_BOTH = 3     /* views; the original parameters are listed, so that zero_grad() finds them */
+};
 
 typedef struct {
-    fp_attributes attributes;
-    Py_ssize_t n;                /* parameters */
-    fp_geometry *geometry;       /* of the parameters */
-    fp_geometry *owner_geometry; /* of the owners */
+    /* Owned. fp_flat_param_read() sets all of them but views and extended. */
+    fp_attributes attributes;    /* the modules and names of the n parameters */
+    Py_ssize_t n;                /* original parameters */
+    fp_geometry *geometry;       /* their places in the unsharded flat parameter */
+    fp_geometry *owner_geometry; /* the owners' places; the same object if the owners are the original parameters */
+    /* NULL if that group is not used: each rank has the whole; there is no replica; no secondary shard; not nested. */
     fp_group *shard_group, *replicate_group, *param_group, *outer_group;
     fp_flat_buffer *flat;
-    PyObject *shard;          /* the flat Parameter that holds the shard */
-    PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
-    PyObject *views;          /* tuple, or NULL before the first gather */
-    PyObject *extension;      /* called with views, gives what modules have in their place; NULL: they have views */
-    PyObject *dress;          /* called with new views, makes them objects of their parameters' classes; or NULL */
-    PyObject *extended;       /* the tuple that it gave last, for as long as modules have that; or NULL */
-    PyObject *owners;         /* tuple of what has .grad: params, or (shard,) */
-    int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
-    PyObject *deferred_reduced; /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
-    char *in_deferred_reduced;  /* of the owners: which had one */
-    char *
-        frozen_share; /* per owner: 1 if it is frozen now, but the accumulated gradient contains a contribution of it */
-    char *receives;   /* of the owners: which get a piece of what was reduced */
-    char *in_rows;    /* of the owners: whose piece here has the shape of whole rows, not one dimension */
-    int is_sharded;
-    int untracked;           /* no owner requires grad */
-    int full_precision;      /* gradients are reduced and added in the shard's dtype, which is no low one */
-    int gathered;            /* or being gathered */
-    int shows;               /* what the modules have now: FP_SHOWS_... */
-    fp_shown_state shown;    /* what .grad of the owners are; changed by move_shown() alone */
-    int deferred;            /* gradients of this pass are kept though they are to be reduced */
-    int64_t versions;        /* of the owners and the shard at the last gather */
-    int has_secondary_shard; /* what is gathered is good until the shards change, not for one pass */
-    int64_t holders;      /* of what is gathered and of its views before a forward: the fewest since they were made */
-    int64_t synced;       /* versions at the last gather from the shards; -1: what it gave is out of date */
-    int64_t synced_steps; /* optimizer steps then */
-    int64_t accumulated_first,
-        own;       /* nested: where the accumulated gradient begins in the whole one, and ours in the accumulated one */
-    char *cleared; /* nested, of the owners: what other ranks are to clear of what they have kept too */
-    fp_reduce_slot_state reduce_slot; /* in the order of reductions; changed by fp_reduce_order_move() alone */
-    int wanted, wanted_accumulated; /* this backward gives some rank a gradient of it; some rank has kept one before */
+    PyObject *shard;  /* the flat Parameter: 1-D, this rank's shard */
+    PyObject *params; /* tuple [n]: the original Parameters; NULL: use_orig_params=False, modules always have views */
+    PyObject *views;  /* tuple [n] over the flat buffer; NULL before fp_unshard_make_views() */
+    /* extension(views): a tuple [n] of tensors that modules have in place of the views (DTensors, say); NULL: none. */
+    PyObject *extension;
+    PyObject *dress;    /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
+    PyObject *extended; /* the tuple that extension gave last; NULL while modules have the original parameters */
+    PyObject *owners;   /* tuple: params, or (shard,) */
+    int64_t *starts, *numels; /* per owner: its first element in the shard; its elements there, -1: none. One block */
+
+    /* Gradients. The char arrays have one flag per owner, and lie in one block that begins at cleared. */
+    PyObject *deferred_reduced; /* the reduced gradient, put aside while .grad shows the accumulated one; or NULL */
+    char *in_deferred_reduced;  /* 1 if the owner has a gradient in it */
+    char *frozen_share;         /* 1 if the owner is frozen now and has a part of the accumulated gradient */
+    char *receives;             /* scratch of one call: 1 if the owner gets a piece of the gradient */
+    char *in_rows;              /* setting: 1 if the owner's piece has the shape of whole rows; 0: it is 1-D */
+
+    int is_sharded;     /* setting: 1 if there is more than one shard */
+    int untracked;      /* 1: when the views were made, no owner required grad, so they have no autograd node */
+    int full_precision; /* setting: gradients are reduced in the shard's dtype, which must not be a low-precision one */
+    int gathered;       /* 1: the flat buffer is gathered, or its gather is under way */
+    int shows;          /* FP_SHOWS_*; set by fp_flat_param_show() and fp_flat_param_list_params() */
+    fp_shown_state shown;    /* what .grad of the owners is; changed by move_shown() alone */
+    int deferred;            /* 1: the end of this backward reduces the accumulated gradient */
+    int64_t versions;        /* fp_flat_param_versions() at the last gather; -1: not valid */
+    int has_secondary_shard; /* setting: the gathered data, or a secondary shard, is used again until the shards change */
+
+    /* The least fp_flat_buffer_holders() before a forward since the views were made. If there are more before a backward,
+     * a graph has saved some of them. */
+    int64_t holders;
+    int64_t synced;       /* fp_flat_param_versions() at the last gather from the shards; -1: out of date since */
+    int64_t synced_steps; /* fp_optimizer_steps at that gather */
+
+    /* Nested, in elements: this rank's accumulated gradient is a range of the unsharded one. The first element of that range in
+     * the unsharded gradient; the first element of this rank's shard in that range. */
+    int64_t accumulated_first, own;
+    char *cleared; /* nested: 1 if the user has cleared the owner's gradient, and other ranks are to clear theirs */
+
+    /* The backward under way. fp_consensus_read() sets both wanted: 1 if some rank gets a gradient in this backward; 1 if some
+     * rank has an accumulated one from before. Alike on all ranks of the group. */
+    fp_reduce_slot_state reduce_slot; /* changed by fp_reduce_order_move(), reset by fp_reduce_order_forget() */
+    int wanted, wanted_accumulated;
 } fp_flat_param;
 
-/* Whether what is gathered keeps its memory. */
+/* 1: the gathered data keeps its memory after a forward and a backward, as there is no param_group to gather it over again. */
 static inline int
 fp_flat_param_stays_full(const fp_flat_param *flat_param)
 {
     return flat_param->has_secondary_shard && flat_param->param_group == NULL;
 }
 
-/* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */
+/* ---- life ---- */
+
+/* Fill zeroed memory from a tuple of Python; the format is that of PyArg_ParseTuple() in fp_flat_param.c. TypeError or
+ * ValueError for a tuple that does not fit. The caller calls fp_flat_param_free() also after a failure. */
 int fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple);
 void fp_flat_param_free(fp_flat_param *flat_param);
 int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
 
-/* Let the modules have the views, or the original parameters, whatever they have now; fp_flat_param_show_views and _params: if
- * they have not. What an extension makes of views has a part in one forward's graph, so that is always made anew. */
+/* ---- what modules have ---- */
+
+/* Give the modules the views (1) or the original parameters (0), even if they have them already. With an extension, views are
+ * made anew each time: its tensors belong to the graph of one forward. Setting an attribute may run code of the user. */
 int fp_flat_param_show(fp_flat_param *flat_param, int views);
+/* The same, unless the modules have them already (with an extension _views always sets them). _params does nothing if
+ * there are no original parameters. */
 int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
-/* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
+/* While modules have views: let parameters() and zero_grad() find the original parameters. */
 int fp_flat_param_list_params(fp_flat_param *flat_param);
-/* A number that grows with each change of the shard, and of the owners of which this rank has something, that torch counts, and
- * with each storage that the shard gets. */
+
+/* ---- what users have changed ---- */
+
+/* A number that grows with each write that torch counts to the shard, or to an owner that has elements here, and each time that
+ * the shard gets another storage. It says nothing about writes of other ranks. */
 int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
-/* Whether what was gathered last has views for who requires grad now; counts: and, as far as versions tell, the values of now;
- * is: and modules have just these. */
+/* 1 if the gathered data can be used as it is. Each function asks for more than the one before:
+ *   trains   views have a node if, and only if, an owner requires grad now
+ *   counts   and versions has not changed since the gather
+ *   is       and no view was written, and the modules have what they were given */
 int fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
-/* What modules have where they have views, borrowed: those, or what the extension made of them. */
+/* Borrowed: what modules have while they have views, [n]: the views, or the tensors of the extension. NULL: there are none
+ * yet. */
 PyObject *fp_flat_param_attributes(const fp_flat_param *flat_param);
-/* Let autograd refuse the graphs that need the values that are gathered, those of the extension too. */
+/* The values change: let autograd refuse a backward through graphs that have saved the views, or tensors of the extension. */
 int fp_flat_param_refuse_graphs(fp_flat_param *flat_param);
-/* The original parameter in whose place modules have view, which has a node; borrowed; NULL: it is none of these. */
+/* Borrowed: the original parameter in whose place modules have view, if views have a node; NULL, without an exception: none. */
 PyObject *fp_flat_param_of_view(const fp_flat_param *flat_param, PyObject *view);
-/* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
- * unit called name, if autograd would give that view a gradient which nobody reduces. */
+/* For views without a node: if the user let one require grad, its parameter requires grad instead. RuntimeError, naming the
+ * parameter, if a graph has used that view already: nobody would reduce its gradient. */
 int fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name);
-/* The first parameter whose data are not where they were put, or in place of which a module has something else; n: none;
- * -1 on failure. */
+/* The index of the first parameter that the user has replaced: its data is not its piece of the shard, or a module has another
+ * object. n: none; -1: error. _find_other looks at the modules alone. */
 Py_ssize_t fp_flat_param_find_moved(fp_flat_param *flat_param);
-/* The first one in place of which, or of whose view, a module has something else; n: none; -1. */
 Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
-/* Take what users have written to the views into the shard: 1 if that has changed; 0; -1. ValueError, RuntimeError for what
- * cannot be taken, which is dropped; name: the unit's. */
+/* Copy what users wrote to the views into the shard. 1: the shard has changed; 0: nobody wrote to a view; -1: ValueError
+ * for data of another shape, dtype or device, RuntimeError for a write while the views were out of date. Such writes are
+ * dropped. */
 int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
-/* Let the data of the original parameters, if there are any, be their pieces of the shard. */
+/* Set the data of the original parameters to their pieces of the shard. Does nothing without original parameters. */
 int fp_flat_param_alias(fp_flat_param *flat_param);
-/* Let another Parameter be the i-th original one. */
+/* Replace the i-th original parameter by param. IndexError, TypeError. The gathered data counts as out of date afterwards. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 
-extern int64_t fp_flat_param_not_steppable; /* of how many .grad is not what an optimizer can step with */
+/* ---- what .grad shows ---- */
 
-/* Each .grad has the memory that it needs: torch's operations would read and write beyond a storage that a user has freed or
- * resized. */
+/* The flat parameters in this process whose .grad an optimizer must not step with: it is accumulated and not reduced, or of
+ * another dtype. */
+extern int64_t fp_flat_param_not_steppable;
+
+/* ValueError if a user has freed or resized the storage of a .grad: torch's operations would read and write beyond it. */
 int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name);
-/* Show the gradients that were accumulated in no_sync, and put a reduced one aside. */
+/* Show the accumulated gradient in .grad. A reduced gradient that .grad showed is put aside (deferred_reduced). */
 int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
-/* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
- * are shown again. */
+/* Read what the user did to .grad while it showed the accumulated gradient: the table in tensor/fp_gradients.h says what
+ * counts. Then show the reduced gradient, or none. -1: ValueError for an edit that cannot count; the accumulated gradient
+ * is dropped. */
 int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name);
-/* The same between passes; what is left is shown again. drops_zeros: see fp_gradients_check_accumulated(). */
+/* The same between passes. Then show again what is left of the accumulated gradient. drops_zeros: see
+ * fp_gradients_check_accumulated(). */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
-/* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
+/* Add each owner's piece of reduced, which is borrowed, to its .grad, and call the owner's hooks. Owners that are frozen get a
+ * piece only if they have a frozen share, which ends here. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name);
-/* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
- * may be something of others; 0; -1. */
+/* Nested: cleared has a sum over ranks per owner. Clear the accumulated gradient of the owners whose sum is not 0. 1: some
+ * owner that trains, or has a frozen share, is not cleared; 0: all are, and the accumulated gradient is dropped; -1. */
 int fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared);
-/* Let accumulated, checked by fp_flat_buffer_check_accumulated(), or None, be the gradient accumulated in no_sync, and owed, bools, say which
- * frozen owners have something in it. It is not shown yet; a reduced gradient that was put aside is shown again. */
+/* Replace the accumulated gradient, without showing it. accumulated: None, or a tensor that
+ * fp_flat_buffer_check_accumulated() has checked. frozen_share: a tuple of bools, one per owner. A reduced gradient that
+ * was put aside is shown again. */
 int fp_flat_param_set_accumulated(fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share);
-/* Drop the gradient accumulated in no_sync, whether it is shown or not; a reduced gradient that was put aside is shown again. */
+/* Drop the accumulated gradient, shown or not. A reduced gradient that was put aside is shown again. Errors are ignored. */
 void fp_flat_param_drop_accumulated(fp_flat_param *flat_param);
