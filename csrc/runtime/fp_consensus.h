@@ -1,22 +1,30 @@
-/* runtime/fp_consensus.h -- what the ranks tell each other of units: what is gathered and old when a forward begins, and of units
- * with a secondary shard once a backward which gradients there are. */
+/* runtime/fp_consensus.h -- what the ranks tell each other about units: one all-reduce of flags over each group, when a
+ * forward of the model begins, and another one in a backward for the units with a secondary shard.
+ *
+ * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and says so;
+ * then all ranks raise. fp_root.exchanges has the all-reduces of the backward under way. */
 #pragma once
 
 #include "runtime/fp_types.h"
 
-/* Agree on which units the next pass gathers from the shards: what a rank sees of its own shards may be less than what
- * has changed, and ranks that gather over different groups, or not at all, would wait for each other for ever. Parameters that
- * were moved are taken back before; where a rank cannot, all ranks raise. Also on which units are never gathered ahead. Without
- * a collective where no unit is asked about (fp_fresh.h). */
+/* Agree which units are stale: the next gather of those is from the shards, on all ranks. One rank may see a change that
+ * others do not see, and ranks that gather over different groups, or not at all, would wait for each other forever. Before
+ * that, writes of users go into the shards (fp_unshard_sync_user_writes). Agree also which units are never gathered ahead.
+ * No collective is issued if no unit is asked about (fp_fresh_is_asked, fp_fresh_is_learned_next), which all ranks know
+ * alike. */
 int fp_consensus_before_forward(fp_root *root);
 
-/* Tell which units get a gradient in the backward that begins. Each flat parameter's wanted and wanted_accumulated are known, and what
- * other ranks have cleared is, once fp_consensus_read has returned. */
+/* A backward begins: start to tell which units with a secondary shard get a gradient on this rank. Does not wait. */
 int fp_consensus_on_gradients(fp_root *root);
-int fp_consensus_read(fp_root *root);  /* at once if it was read */
-int fp_consensus_end(fp_root *root);   /* -1: an error of this rank or another */
-void fp_consensus_drop(fp_root *root); /* the backward was broken off */
-int fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg);
+/* Wait for that. From here on wanted and wanted_accumulated of each flat parameter are valid, and gradients that users have
+ * cleared on other ranks are cleared here. A second call does nothing. */
+int fp_consensus_read(fp_root *root);
+/* The backward ends: read, raise the error that this rank or another one has noted, and drop the exchanges. */
+int fp_consensus_end(fp_root *root);
+/* The backward was broken off: drop the exchanges and the noted error. */
+void fp_consensus_drop(fp_root *root);
+int fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg); /* for the garbage collector */
 
-/* The exception that is set becomes what all ranks raise when this backward ends, in the name of unit. */
+/* Take the exception that is set. fp_consensus_end() raises it on this rank, and one that names unit on the others. Only
+ * the first one of a backward is kept; it must be noted before fp_consensus_on_gradients() for the others to hear of it. */
 void fp_consensus_note_error(fp_root *root, const fp_unit *unit);

@@ -1,31 +1,45 @@
-/* runtime/fp_iteration.h -- an iteration of a model, and which thread it runs in. */
+/* runtime/fp_iteration.h -- an iteration of a model: its forwards and the backward after them; the thread that it runs for; the
+ * recovery when it is broken off. Functions that return int give 0, or -1 with an exception, unless they say more. */
 #pragma once
 
 #include "runtime/fp_types.h"
 
+/* The outermost forward begins a pass. Recovers first if the backward before was broken off. Issues the all-reduces of
+ * fp_consensus_before_forward(). */
 int fp_iteration_begin(fp_root *root);
-/* Forget whatever an iteration that was broken off has left. What fails for one unit is raised when all are done. */
+/* Forget all that a broken iteration has left. No collective: other ranks may not come. Afterwards every unit is IDLE and
+ * SHARDED, modules have the original parameters, and reductions under way are dropped. After a backward the accumulated
+ * gradient is dropped too, as it has a part of that backward's gradients. All units are tried; then the first error is
+ * raised. */
 int fp_iteration_recover(fp_root *root);
-/* Gather anew, and free, what is out of date of the units with a secondary shard. Nothing may be under way. */
+/* Gather the stale units with a secondary shard from the shards, and free them again. A collective call, which the caller
+ * makes while no forward or backward is under way. */
 int fp_iteration_refresh(fp_root *root);
-int fp_iteration_append_order(fp_root *root, fp_unit *unit); /* the unit's forward has ended */
-int fp_iteration_wait_until_read(fp_root *root); /* shards on the host that the device gathers from may be written to */
-/* The backward is over: the unit awaits none and is not in the order of forwards. */
+int fp_iteration_append_order(fp_root *root,
+                              fp_unit *unit); /* the unit's forward has ended: append it to root->order */
+/* Wait until the device has read the shards that lie on the host (CPU offload), so that users may write to them. */
+int fp_iteration_wait_until_read(fp_root *root);
+/* The backward is over: take the unit out of root->order, end its generation, and let it be IDLE, or FORWARD while a
+ * forward of it is under way. */
 int fp_iteration_rest(fp_unit *unit);
-void fp_iteration_leave_root(fp_unit *unit); /* take the unit out of its root */
+void fp_iteration_leave_root(
+    fp_unit *unit); /* take the unit out of its root, whose reference is dropped; it may have none */
 
-int fp_iteration_check_joined(const fp_unit *unit); /* RuntimeError: the unit is in no root */
+int fp_iteration_check_joined(const fp_unit *unit); /* RuntimeError if the unit is in no root */
 
-/* The only way to another state of a unit in an iteration, for the threads that fp_iteration.c names. -1 with RuntimeError
- * that names the unit, and nothing changed, from another thread or where the core's table has no such move. */
+/* The only way to another fp_pass_state of a unit. Also counts the forwards under way, in the unit and in the root. -1 with
+ * RuntimeError that names the unit, and nothing changed, if another thread is in the iteration, or if the table of
+ * core/fp_state.c has no such move. fp_iteration_check() only asks. */
 int fp_iteration_move(fp_unit *unit, fp_pass_event event);
-int fp_iteration_check(const fp_unit *unit, fp_pass_event event); /* the same, without the move */
-/* Whether the model is in an iteration of another thread, or in a recovery; RuntimeError then. */
+int fp_iteration_check(const fp_unit *unit, fp_pass_event event);
+/* 1: this thread may not begin anything: another thread is in an iteration, or a recovery or refresh runs; else 0. */
 int fp_iteration_is_elsewhere(const fp_root *root);
-int fp_iteration_check_thread(const fp_unit *unit);
+int fp_iteration_check_thread(const fp_unit *unit); /* RuntimeError in that case */
 
-/* One thread at a time works on the units in a backward: autograd has a thread for each device. */
+/* Take and give back the root's lock: in a backward autograd has a thread for each device, and one at a time works on the
+ * units. The lock is reentrant, and keeps the root alive. The GIL is given up while a thread waits for it. */
 void fp_iteration_enter(fp_root *root);
 void fp_iteration_leave(fp_root *root); /* NULL is allowed */
-/* To enter with a forward, which matters where one is recomputed. What is to be left; NULL: nothing. */
+/* Take it for a forward, if a backward is under way that recomputes that forward. Gives what fp_iteration_leave() takes:
+ * the root, or NULL if there is no backward. */
 fp_root *fp_iteration_enter_in_backward(fp_root *root);

@@ -1,12 +1,18 @@
-/* runtime/fp_reduction.h -- the reductions of a backward. */
+/* runtime/fp_reduction.h -- the reductions of a backward: start one for a unit, and take the result of the units before.
+ * At most two units have reductions under way: root->reducing, and root->halfway with its second reduction, over replicas.
+ * Functions give 0, or -1 with an exception. */
 #pragma once
 
 #include "runtime/fp_types.h"
 
-/* Start reducing what was packed or kept of a flat parameter, and gradients (NULL: none); see fp_flat_buffer_start_reduce. */
+/* Start to reduce one flat parameter: its packed gradients, or its accumulated gradient and gradients (borrowed; NULL:
+ * none). how_far: FP_REDUCE_*, see fp_flat_buffer_start_reduce(). Then go on with the reductions of the units before. */
 int fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far);
-/* The same for all of a unit that are packed, if any are, in one call of the group's backend where that knows how. */
+/* The same for all packed flat parameters of a unit, in one call of the group's backend if it can join them. No packed
+ * one: 0. */
 int fp_reduction_start_packed(fp_unit *unit);
-int fp_reduction_start_halves(fp_root *root); /* over replicas, of what was started last */
-/* Wait for what is being reduced of a flat parameter, if anything is: it becomes the gradient. */
+/* Start the second reductions, over replicas, of halfway and reducing: no unit comes after them. */
+int fp_reduction_start_halves(fp_root *root);
+/* Wait for the reductions of a flat parameter, add the result to .grad of its owners, and call unit->reduced. Nothing is
+ * under way: 0 at once. */
 int fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param);

@@ -1,5 +1,5 @@
-/* runtime/fp_trace_py.h -- the heap types _C.CollectiveTrace, the collectives over one group in the order of this process, and
- * _C.ModelTrace, one model at a CollectiveTrace, which those of a group may share. */
+/* runtime/fp_trace_py.h -- two heap types. _C.CollectiveTrace: the collectives over one group in the order of this process.
+ * _C.ModelTrace: where the passes of one model begin in a CollectiveTrace, which several models over one group may share. */
 #pragma once
 
 #include "core/fp_trace.h"
@@ -8,10 +8,11 @@
 
 extern PyType_Spec fp_trace_type, fp_model_trace_type;
 
-fp_trace *fp_trace_of(PyObject *object);          /* of a CollectiveTrace, borrowed; NULL with TypeError */
-int fp_model_trace_check(PyObject *object);       /* whether it is a ModelTrace */
-extern const fp_group_calls fp_model_trace_calls; /* with a ModelTrace as watcher */
+fp_trace *fp_trace_of(PyObject *object);          /* borrowed from a CollectiveTrace; NULL with TypeError */
+int fp_model_trace_check(PyObject *object);       /* 1: object is a ModelTrace; 0 */
+extern const fp_group_calls fp_model_trace_calls; /* for fp_group_watch() with a ModelTrace */
 
-/* The following are of a ModelTrace. A pass begins; its backward has ended, keeping its gradients or not. */
+/* Tell a ModelTrace that a pass begins; that its backward has ended. keeps: 1 if no_sync() has accumulated its gradients. They
+ * cannot fail. */
 void fp_model_trace_begin_pass(PyObject *trace);
 void fp_model_trace_end_backward(PyObject *trace, int keeps);
