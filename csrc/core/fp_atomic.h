@@ -1,9 +1,10 @@
-/* core/fp_atomic.h -- parameters in shards that start aligned and cut no block: how long the shards are at least, and
- * where each parameter starts. Pure C11: no Python.h, no torch. Sizes are in ELEMENTS.
+/* core/fp_atomic.h -- shards that start aligned and cut no atomic block: their least length, and the start of each
+ * parameter. Pure C11: no Python.h, no torch. Sizes are in ELEMENTS.
  *
  * Parameters stay in their order, each in one run. A parameter may be cut between two shards only at a multiple of its
  * block, counted from its start; so one that lies over more than two shards needs shards that are a multiple of its
- * block long. Padding goes before parameters, and makes all shards equally long. */
+ * block long. Padding lies before parameters, and makes all shards equally long.
+ * core/fp_layout.c is the only user. */
 #pragma once
 
 #include <stddef.h>
@@ -11,11 +12,12 @@
 
 #include "core/fp_status.h"
 
-/* The distance of the places where a parameter may be cut; 0: nowhere. Shards and parameters start aligned, so cuts do
- * too. block: elements that stay together, >= 1; alignment >= 1. */
+/* A parameter may be cut at multiples of the result: the least common multiple of block and alignment, as shards and
+ * parameters start aligned. 0: nowhere, as no such multiple is less than numel. block: elements that stay together, >= 1;
+ * alignment >= 1. */
 int64_t fp_atomic_step(int64_t numel, int64_t block, int64_t alignment);
 
-/* What is to be placed. Borrowed arrays. */
+/* The parameters to place, and their shards. The arrays are borrowed for a call. */
 typedef struct {
     const int64_t *numels; /* [n] elements of each parameter, >= 0 */
     const int64_t *steps;  /* [n] fp_atomic_step of each */

@@ -17,7 +17,7 @@ fp_boxes_most(size_t ndim)
     return ndim == 0 ? 1 : 2 * ndim - 1;
 }
 
-/* Cut a range into disjoint boxes that tile it exactly: as few as can be (see below), in order of their first element.
+/* Cut a range into few disjoint boxes that tile it exactly, in order of their first element.
  *   shape, ndim     sizes >= 0, ndim <= FP_MAX_DIMS
  *   begin, end      0 <= begin <= end <= product of shape
  *   offsets, sizes  the caller's, room for fp_boxes_most(ndim) * ndim each; box b, dimension d is at [b * ndim + d]

@@ -6,7 +6,7 @@
 
 #include "core/fp_dtype.h"
 
-/* What a kernel does beside the cast, as bits. */
+/* Bits: the operations of a kernel after the cast. */
 enum { FP_OP_SCALE = 1, FP_OP_ADD = 2, FP_OP_COUNT = 4 };
 
 /* destination[i] = or += cast(source[i]) [* scale] for n contiguous elements; the arithmetic is in fp_pack_opts.
@@ -16,7 +16,7 @@ typedef void (*fp_cast_kernel)(const void *source, void *destination, size_t n, 
 /* [source dtype][destination dtype][FP_OP_* bits]; no entry is NULL. */
 typedef fp_cast_kernel fp_cast_table[FP_DTYPE_COUNT][FP_DTYPE_COUNT][FP_OP_COUNT];
 
-/* What the kernels of a level are made of; the level says which instructions FP_TARGET lets the compiler use. */
+/* For the functions inside the kernels of a level. The file of the level defines FP_TARGET: the instructions of the level. */
 #define FP_INLINE FP_TARGET static inline __attribute__((always_inline))
 
 extern const fp_cast_table fp_cast_baseline;

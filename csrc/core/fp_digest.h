@@ -1,4 +1,4 @@
-/* core/fp_digest.h -- whether ranks have the same values: a digest of memory, not for adversaries. Pure C11: no Python.h,
+/* core/fp_digest.h -- a digest of memory, by which ranks compare their values. It is not cryptographic. Pure C11: no Python.h,
  * no torch. Allocates nothing, safe without the GIL. */
 #pragma once
 
@@ -12,6 +12,6 @@ enum {
 };
 
 /* A digest of a run of memory: of all of it, or, in a large one, of the first line of each FP_DIGEST_STEP bytes and of
- * the last line. So a difference of FP_DIGEST_STEP + FP_DIGEST_LINE bytes in a row is always seen, and one of a page or
- * less perhaps, for a percent of what copying takes. data may be NULL if bytes is 0; it need not be aligned. */
+ * the last line. So the digest always sees a difference of FP_DIGEST_STEP + FP_DIGEST_LINE bytes in a row, and a shorter one
+ * by chance. It costs a percent of a copy. data may be NULL if bytes is 0; it need not be aligned. */
 uint64_t fp_digest(const void *data, size_t bytes);

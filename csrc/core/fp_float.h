@@ -1,7 +1,7 @@
-/* core/fp_float.h -- one element at a time: load, round, store for each dtype. Pure C11: no Python.h, no torch.
- * The definition of all conversions: the vector kernels have to give the same bits (NaN excepted: any NaN will do). All
- * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. Devices of CUDA have an instruction
- * for each conversion, with the same results (PTX ISA, cvt). */
+/* core/fp_float.h -- one element at a time: load, round, store for each dtype. Pure C11: no Python.h, no torch. This is
+ * the definition of all conversions. Vector kernels give the same bits, except for a NaN, which may be any NaN. All
+ * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. Devices of CUDA have an
+ * instruction for each conversion, with the same results (PTX ISA, cvt). */
 #pragma once
 
 #include <stdint.h>

@@ -11,9 +11,15 @@
  *         +------------ expect_backward ---------> AWAITING_BACKWARD                   RECOMPUTING
  *
  * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
- * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
- * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, in the order of reductions fp_reduce_slot_state, and as .grad shows it
- * fp_shown_state. */
+ * backward came to the unit, as activation checkpointing does. fp_state.c has the tables of moves.
+ *
+ *   state                 of                                               changed by
+ *   fp_pass_state         a unit in an iteration                           fp_iteration_move(), runtime/fp_iteration.c
+ *   fp_unit_state         the unsharded data of a unit                     fp_unshard_move(), runtime/fp_unshard.c
+ *   fp_data_state         the storage of one flat parameter                fp::move(), tensor/fp_flat_buffer.cpp
+ *   fp_gradient_state     the gradient of one flat parameter               the same
+ *   fp_reduce_slot_state  its turn in the reduce order                     fp_reduce_order_move(), runtime/fp_reduce_order.c
+ *   fp_shown_state        .grad of its parameters                          move_shown(), runtime/fp_flat_param.c */
 #pragma once
 
 #include <stddef.h>
@@ -21,12 +27,12 @@
 #include "core/fp_status.h"
 
 typedef enum {
-    FP_PASS_IDLE = 0,
-    FP_PASS_FORWARD,
-    FP_PASS_FORWARD_AGAIN,
-    FP_PASS_AWAITING_BACKWARD,
-    FP_PASS_BACKWARD,
-    FP_PASS_RECOMPUTING,
+    FP_PASS_IDLE = 0,          /* no forward is under way, and none awaits its backward */
+    FP_PASS_FORWARD,           /* a forward is under way */
+    FP_PASS_FORWARD_AGAIN,     /* a forward is under way, and an output awaits its backward */
+    FP_PASS_AWAITING_BACKWARD, /* forwards are over, and an output awaits its backward */
+    FP_PASS_BACKWARD,          /* this backward has come to the unit */
+    FP_PASS_RECOMPUTING,       /* and a forward is under way */
     FP_PASS_STATES,
 } fp_pass_state;
 
@@ -34,59 +40,59 @@ typedef enum {
     FP_PASS_BEGIN_FORWARD = 0,
     FP_PASS_END_FORWARD,
     FP_PASS_EXPECT_BACKWARD, /* an output of the forward has a hook */
-    FP_PASS_BEGIN_BACKWARD,  /* the gradient of an output is there */
+    FP_PASS_BEGIN_BACKWARD,  /* autograd has the gradient of an output */
     FP_PASS_FINISH_BACKWARD, /* the whole backward is over */
     FP_PASS_RESET,           /* after an exception */
     FP_PASS_EVENTS,
 } fp_pass_event;
 
 typedef enum {
-    FP_UNIT_SHARDED = 0,
-    FP_UNIT_PARTLY,    /* some flat parameters are gathered, or being gathered */
-    FP_UNIT_GATHERING, /* all are */
-    FP_UNIT_UNSHARDED, /* all are gathered */
-    FP_UNIT_KEPT,      /* no_sync has left them gathered: good until the next optimizer step */
+    FP_UNIT_SHARDED = 0, /* no flat parameter is gathered */
+    FP_UNIT_PARTLY,      /* some flat parameters are gathered, or being gathered */
+    FP_UNIT_GATHERING,   /* all are */
+    FP_UNIT_UNSHARDED,   /* all are gathered */
+    FP_UNIT_KEPT,        /* all are, from a pass before: no_sync or a recorded graph keeps them */
     FP_UNIT_STATES,
 } fp_unit_state;
 
 typedef enum {
-    FP_UNIT_BEGIN_GATHER = 0,
-    FP_UNIT_END_START, /* the gathers of all flat parameters were started */
-    FP_UNIT_USE,       /* what is there is good for this iteration */
-    FP_UNIT_ARRIVE,    /* the gathers have ended */
-    FP_UNIT_FAIL,      /* one has failed */
-    FP_UNIT_FREE_SOME,
-    FP_UNIT_FREE,
-    FP_UNIT_KEEP,
+    FP_UNIT_BEGIN_GATHER = 0, /* before the first gather of the unit starts */
+    FP_UNIT_END_START,        /* the gathers of all flat parameters were started */
+    FP_UNIT_USE,              /* this iteration uses the data */
+    FP_UNIT_ARRIVE,           /* the gathers have ended */
+    FP_UNIT_FAIL,             /* one has failed */
+    FP_UNIT_FREE_SOME,        /* one was freed, others are still gathered */
+    FP_UNIT_FREE,             /* the last one was freed */
+    FP_UNIT_KEEP,             /* a pass ends, and the data stays for later ones */
     FP_UNIT_EVENTS,
 } fp_unit_event;
 
 typedef enum {
-    FP_DATA_SHARDED = 0,
-    FP_DATA_BORROWED,   /* the unsharded tensor is the shard itself */
-    FP_DATA_REFRESHING, /* the secondary shard is being gathered */
-    FP_DATA_GATHERING,
-    FP_DATA_UNSHARDED,
-    FP_DATA_ABANDONED, /* a gather that nobody waits for may still write to the memory, which is not freed */
+    FP_DATA_SHARDED = 0, /* the unsharded tensor has no valid values, and mostly no memory */
+    FP_DATA_BORROWED,    /* the unsharded tensor is the shard itself */
+    FP_DATA_REFRESHING,  /* the secondary shard is being gathered */
+    FP_DATA_GATHERING,   /* the unsharded tensor is being gathered */
+    FP_DATA_UNSHARDED,   /* it has its values */
+    FP_DATA_ABANDONED,   /* a gather that nobody waits for may still write to the memory, which is not freed */
     FP_DATA_STATES,
 } fp_data_state;
 
 typedef enum {
     FP_DATA_PREPARE = 0, /* a new storage, freed */
-    FP_DATA_BORROW,
-    FP_DATA_REFRESH,
-    FP_DATA_GATHER,
-    FP_DATA_FILL,   /* gathered without anything to wait for */
-    FP_DATA_ARRIVE, /* the gather under way has ended */
-    FP_DATA_FAIL,
-    FP_DATA_ABANDON,
-    FP_DATA_FORGET, /* what was gathered is of no use, or freed */
+    FP_DATA_BORROW,      /* the shard is the whole: no gather is needed */
+    FP_DATA_REFRESH,     /* the gather of the secondary shard has begun */
+    FP_DATA_GATHER,      /* the gather of the unsharded tensor has begun */
+    FP_DATA_FILL,        /* gathered by copying: there is nothing to wait for */
+    FP_DATA_ARRIVE,      /* the gather under way has ended */
+    FP_DATA_FAIL,        /* it has failed */
+    FP_DATA_ABANDON,     /* nobody waits for it any more */
+    FP_DATA_FORGET,      /* the values are out of date, or freed */
     FP_DATA_EVENTS,
 } fp_data_event;
 
 typedef enum {
-    FP_GRADIENT_NONE = 0,
-    FP_GRADIENT_PACKED,
+    FP_GRADIENT_NONE = 0,         /* no gradient of this backward is held, or it was accumulated */
+    FP_GRADIENT_PACKED,           /* packed for the collective, which has not begun; more gradients may be added */
     FP_GRADIENT_REDUCING_INNER,   /* over the first of two groups */
     FP_GRADIENT_REDUCING_PARTIAL, /* over the first of two groups, and no further in this backward */
     FP_GRADIENT_REDUCING,         /* over the last group */
@@ -95,14 +101,14 @@ typedef enum {
 } fp_gradient_state;
 
 typedef enum {
-    FP_GRADIENT_PACK = 0,
-    FP_GRADIENT_REDUCE_INNER,
-    FP_GRADIENT_REDUCE_PARTIAL,
-    FP_GRADIENT_REDUCE,
-    FP_GRADIENT_ACCUMULATE, /* what was reduced over the first group is added to what was before */
-    FP_GRADIENT_SEND,
-    FP_GRADIENT_TAKE,
-    FP_GRADIENT_FORGET,
+    FP_GRADIENT_PACK = 0,       /* gradients of views were packed */
+    FP_GRADIENT_REDUCE_INNER,   /* the collective over the first of two groups has begun */
+    FP_GRADIENT_REDUCE_PARTIAL, /* the same, and the second group does not follow in this backward */
+    FP_GRADIENT_REDUCE,         /* the collective over the last group has begun */
+    FP_GRADIENT_ACCUMULATE,     /* the result over the first group was added to the accumulated gradient */
+    FP_GRADIENT_SEND,           /* the copy of the result to the shard's device has begun */
+    FP_GRADIENT_TAKE,           /* the caller has taken the result */
+    FP_GRADIENT_FORGET,         /* dropped, after an error */
     FP_GRADIENT_EVENTS,
 } fp_gradient_event;
 
@@ -115,18 +121,18 @@ typedef enum {
 } fp_reduce_slot_state;
 
 typedef enum {
-    FP_REDUCE_SLOT_EXPECT = 0,
-    FP_REDUCE_SLOT_PACK,
-    FP_REDUCE_SLOT_PASS,
-    FP_REDUCE_SLOT_FORGET,
+    FP_REDUCE_SLOT_EXPECT = 0, /* the graph task of this backward comes to the unit's node, or will come again */
+    FP_REDUCE_SLOT_PACK,       /* its gradient has come */
+    FP_REDUCE_SLOT_PASS,       /* its turn has come, or it was reduced at once */
+    FP_REDUCE_SLOT_FORGET,     /* the backward is over */
     FP_REDUCE_SLOT_EVENTS,
 } fp_reduce_slot_event;
 
 typedef enum {
     FP_SHOWN_REDUCED = 0,      /* the gradient of the shard, or none */
-    FP_SHOWN_ACCUMULATED,      /* the gradient accumulated in no_sync, and an optimizer can step with */
-    FP_SHOWN_ACCUMULATED_WIDE, /* what it has kept in another dtype than the parameters': to be rounded for an optimizer */
-    FP_SHOWN_UNREDUCED,        /* what it has kept, and is to be reduced first */
+    FP_SHOWN_ACCUMULATED,      /* the accumulated gradient; an optimizer can step with it, as nothing is sharded */
+    FP_SHOWN_ACCUMULATED_WIDE, /* the accumulated gradient, in a wider dtype than the parameters: an optimizer cannot */
+    FP_SHOWN_UNREDUCED,        /* the accumulated gradient; it must be reduced before an optimizer steps */
     FP_SHOWN_STATES,
 } fp_shown_state;
 
@@ -134,11 +140,11 @@ typedef enum {
     FP_SHOWN_SHOW_KEPT = 0,
     FP_SHOWN_SHOW_WIDE,
     FP_SHOWN_SHOW_UNREDUCED,
-    FP_SHOWN_READ, /* what users have done to it counts */
+    FP_SHOWN_READ, /* the user's edits of .grad were read; it shows the reduced gradient again */
     FP_SHOWN_EVENTS,
 } fp_shown_event;
 
-/* The states and events of one of these, by number; moves: [event][state], 1 + the next state, 0 for an illegal move. */
+/* One of these tables. Static storage. moves: [event][state], 1 + the next state; 0: the move is illegal. */
 typedef struct {
     const char *const *states, *const *events;
     const unsigned char *moves;
@@ -147,13 +153,13 @@ typedef struct {
 extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_reduce_slot_moves,
     fp_shown_moves;
 
-/* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;
+/* The state after event. FP_ESTATE if event is illegal in state, FP_EINVAL for a value that is no state or event;
  * *next is written only when FP_OK is returned. */
 fp_status fp_state_next(const fp_state_table *table, unsigned state, unsigned event, unsigned *next);
 
 /* Enough bytes for any message of fp_state_message. */
 enum { FP_STATE_MESSAGE_BYTES = 256 };
 
-/* Say why event may not happen in state, and in which states it may: a terminated text of at most size bytes, cut if it
- * does not fit. Both values are valid, size >= 1. */
+/* Write into text why event is illegal in state, and in which states it is legal: terminated, at most size bytes, cut if
+ * it does not fit. Both values are valid, size >= 1. */
 void fp_state_message(const fp_state_table *table, unsigned state, unsigned event, char *text, size_t size);

@@ -1,16 +1,19 @@
-/* module/fp_handle.h -- the struct of flatparam._C.HandleSteps, and what its two files give each other: fp_handle_steps.c has the
- * type, its states and parameters, fp_handle_gradients.c its gradients. Functions that return int give 0, or -1 with an
- * exception set, unless they say more; those that return an object are methods of the type. */
+/* module/fp_handle.h -- the struct of flatparam._C.HandleSteps, the base class of LayerZero's FlatParamHandle. Two files
+ * share it: fp_handle_steps.c has the type, its states and its parameters; fp_handle_gradients.c has its gradients.
+ *
+ * C does a step in its usual form. For every other form (another device, other groups, tensor subclasses) it calls a
+ * method of the subclass, in flatparam/layer_zero. Functions that return int give 0, or -1 with an exception set, unless
+ * they say more. Functions that return an object are methods of the type. The caller holds the GIL. */
 #pragma once
 
 #include "module/fp_tables.h"
 #include "tensor/fp_torch.h"
 
-/* The values of HandleTrainingState, and of Sum: where the sum of the micro-batches is */
+/* The values of HandleTrainingState, and of Sum (flatparam/layer_zero/states.py): where the sum of the micro-batches is. */
 enum { IDLE = 1, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS };
 enum { SUM_NONE = 1, SUM_ZEROS, SUM_ON_DEVICE, SUM_ON_HOST };
 
-/* Names of attributes that are asked for in each step: interned, owned for the life of the process. */
+/* Names of attributes that each step reads: interned strings, owned for the life of the process. */
 enum {
     FP_NAME_GRAD,
     FP_NAME_IS_CPU,
@@ -28,24 +31,37 @@ typedef struct {
     PyObject_HEAD
     union {
         struct {
-            PyObject *flat_param, *flat, *optimizers, *gathering; /* set once, as unit and native */
-            PyObject *unit, *native; /* a ModuleParams; a Gather over the zero3 group, which does what gathering is */
-            PyObject *params, *shared, *tensors, *infos, *shard, *padded, *grad, *sum; /* of flat_param: see fields */
-            PyObject *message, *state;                                                 /* of memory that is freed */
-            PyObject *gather, *source, *agreed, *total;                                /* or None, as all below */
+            /* _bind() sets these six, once. The FlatParameter; the drop-in's handle of it; the count of optimizer steps;
+             * (module, name, function): while the module still has that function, native may take its place. */
+            PyObject *flat_param, *flat, *optimizers, *gathering;
+            PyObject *unit,
+                *native; /* ModuleParams, or NULL; Gather over the zero3 group, or NULL: then Python does it */
+            /* _bind_buffers() sets these, once: attributes of flat_param under the names in `fields`. padded is the unsharded
+             * tensor, grad its gradient in this backward, sum the sum over micro-batches: NULL means "not bound yet". */
+            PyObject *params, *shared, *tensors, *infos, *shard, *padded, *grad, *sum;
+            PyObject *message, *state; /* str: the error when freed memory is read; the HandleTrainingState */
+            /* NULL or None: none. The gather under way; the shard that it reads; what ranks have agreed on staleness, for the
+             * next unshard; the sum as it was shown last. */
+            PyObject *gather, *source, *agreed, *total;
         };
-        PyObject *objects[OBJECTS]; /* owned; NULL until they are set */
+        PyObject *objects[OBJECTS]; /* the same, for loops: owned; NULL until set */
     };
-    int64_t numel, shard_numel, ranks; /* unsharded, sharded; of the zero3 group */
-    int state_code, sum_code;
+    int64_t numel, shard_numel, ranks; /* elements of padded and of shard; size of the zero3 group */
+    int state_code, sum_code;          /* the value of state; SUM_* */
+    /* Flags, 0 or 1. The first line: modules have views; padded has the values of some gather; and ranks have agreed that they
+     * are current, for this forward; a wait was interrupted; the last gather was from the masters; a backward has begun to add
+     * to grad; .grad shows the sum. */
     char is_unsharded, gathered, confirmed, was_given_up, is_from_masters, in_backward, is_shown;
+    /* Drivers may set the first two, as in the reference; then come settings: the zero3 group is smaller than the zero1
+     * group and has more than one rank; it has one rank; the device is a CPU; FSDP_USE_UNSAFE_SETATTR=1. */
     char needs_param_sync, param_synced, has_zero3_copy, stays_unsharded, is_on_host, unsafe;
-    long long prepared;                /* version of this backward's gradient when it was zeros; -1: there is none */
-    long long seen_values, seen_steps; /* of masters, and of optimizers, when the masters were gathered last */
-    fp_versions shown;                 /* of the sum, when it was shown */
+    long long prepared; /* the version of grad when it was set to zeros; -1: no gradient is prepared */
+    /* The versions of the masters and the optimizer steps, when the masters were gathered last. */
+    long long seen_values, seen_steps;
+    fp_versions shown; /* the versions of parameters and gradients when the sum was shown; valid if is_shown */
 } fp_handle_steps;
 
-/* What the method of the subclass returns. */
+/* Call a method of the subclass, with one argument or none (NULL). New reference, or NULL with an exception. */
 static inline PyObject *
 fp_handle_by_ops(fp_handle_steps *h, const char *name, PyObject *argument)
 {
@@ -53,7 +69,7 @@ fp_handle_by_ops(fp_handle_steps *h, const char *name, PyObject *argument)
                             : PyObject_CallMethod((PyObject *)h, name, "(O)", argument);
 }
 
-/* The truth of an object, which is given up, or NULL; -1 on failure. */
+/* Take a reference and give the truth of the object: 1 or 0; -1 on failure, and for NULL. */
 static inline int
 fp_handle_truth(PyObject *object)
 {
@@ -62,7 +78,7 @@ fp_handle_truth(PyObject *object)
     return is_true;
 }
 
-/* For its effect: 0 or -1. */
+/* fp_handle_by_ops() for its effect alone. */
 static inline int
 fp_handle_run(fp_handle_steps *h, const char *name, PyObject *argument)
 {
@@ -77,7 +93,7 @@ fp_is_set(const PyObject *object)
     return object != NULL && object != Py_None;
 }
 
-/* Whether the loops in C can have a part in it. */
+/* 1: the loops in C can do the step: the buffers are bound, and no parameter has a further name. */
 static inline int
 fp_handle_is_usual(const fp_handle_steps *h)
 {
@@ -96,27 +112,27 @@ fp_handle_in_backward(const fp_handle_steps *h)
     return h->state_code == BACKWARD_PRE || h->state_code == BACKWARD_POST;
 }
 
-/* ---- fp_handle_gradients.c: what users have done, memory, and gradients ---- */
+/* ---- fp_handle_gradients.c: writes of users, memory, gradients ---- */
 
-/* Sums of versions of masters, parameters and their gradients, which tell what users have done. */
+/* Add up the versions of masters, parameters and their gradients: a sum changes with each write that torch counts. */
 int fp_handle_versions(fp_handle_steps *h, fp_versions *found);
 
-/* Whether gradients are as they were when they were shown; -1 on failure. */
+/* 1: the gradients are as they were when the sum was shown; 0: a user has changed one; -1 on failure. */
 int fp_handle_is_as_shown(fp_handle_steps *h);
 
-/* Give tensor room for all unsharded elements. 1; 0: it had that; -1 on failure. */
+/* Give the storage of tensor memory for numel elements. 1: done; 0: it had that memory; -1 on failure. */
 int fp_handle_allocate(fp_handle_steps *h, PyObject *tensor);
 
-/* Free tensor; by the method of that name where there are streams. */
+/* Free the storage of tensor. On an accelerator call the method by_method, which minds streams. */
 int fp_handle_free(fp_handle_steps *h, PyObject *tensor, const char *by_method);
 
-/* The flat parameter is on the device that computes. */
+/* Raise unless the flat parameter is on the device that computes. */
 int fp_handle_check_device(fp_handle_steps *h);
 
-/* Clear the gradients of params, a sequence. 1; 0: some are no plain tensors, and nothing was done; -1 on failure. */
+/* Set .grad of params, a sequence, to None. 1: done; 0: one of them is no plain tensor, and nothing was done; -1 on failure. */
 int fp_handle_clear_grads(PyObject *params);
 
-/* The state is IDLE after a backward: give up what was prepared and did not come, show what has. */
+/* The state becomes IDLE after a backward: free a prepared gradient to which nothing was added, and show the sum in .grad. */
 int fp_handle_leave_backward(fp_handle_steps *h);
 
 PyObject *fp_handle_note_shown(fp_handle_steps *h, PyObject *ignored);

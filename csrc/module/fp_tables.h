@@ -1,4 +1,5 @@
-/* module/fp_tables.h -- what the files of the module give it: method tables, and specs of types. */
+/* module/fp_tables.h -- method tables and type specs that fp_module.c puts into the module _C, and the few functions that
+ * its files call of each other. */
 #pragma once
 
 #include "python/fp_args.h"
@@ -14,15 +15,15 @@ extern PyType_Spec fp_handle_steps_type;
 extern PyType_Spec fp_layout_type;
 extern PyType_Spec fp_module_params_type;
 
-/* What a _C.Gather has; NULL, without an exception: object is none. */
+/* Borrowed: the fp_gather in a _C.Gather. NULL, without an exception: object is no Gather. */
 fp_gather *fp_gather_of(PyObject *object);
 
-/* Methods of a _C.ModuleParams, and whether object is one. */
+/* 1: object is a _C.ModuleParams; 0. Then its methods, which C calls without a lookup; self must be one. */
 int fp_is_module_params(PyObject *object);
 PyObject *fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_set_grads(PyObject *self, PyObject *grad);
 
-/* Once: fill fp_handle_names. */
+/* Fill fp_handle_names, when the module is executed. 0, or -1 with an exception. */
 int fp_handle_exec(void);

@@ -9,7 +9,7 @@
 
 #include "core/fp_status.h"
 
-/* What hangs on the module object beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
+/* What a module object has beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
  * fp_clear (module/fp_module.c). */
 typedef struct {
     struct {
@@ -17,7 +17,7 @@ typedef struct {
         PyObject *own;            /* owned: else another dict could have its address */
         unsigned int version;     /* 0: nothing */
         int as_defined;
-    } overrides;          /* what fp_overrides.c found for the class that was asked about last */
+    } overrides;          /* the answer of fp_overrides.c for the class that it was asked about last */
     PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
     PyObject *StateError; /* flatparam.fsdp.errors.StateError, which says when it is raised */
 } fp_module_state;
@@ -25,8 +25,8 @@ typedef struct {
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */
 fp_module_state *fp_get_state(PyObject *module);
 
-/* The casts that functions of other types than these need in tables of methods and attributes: with METH_FASTCALL, or of
- * the object's own struct. */
+/* Casts for tables of methods and getters: a function with METH_FASTCALL, or with the object's own struct as its first
+ * parameter, has another type than the table. */
 #define FP_METHOD(function) ((PyCFunction)(void (*)(void))(function))
 #define FP_GETTER(function) ((getter)(void (*)(void))(function))
 
@@ -37,15 +37,15 @@ fp_module_state *fp_get_state(PyObject *module);
      .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | more_flags,                                              \
      .slots = type_slots}
 
-/* Whether object is of the heap type with this tp_dealloc, which has no subclasses. The types are made anew when the module
- * is executed again, and objects of both stay in use. */
+/* 1: object is of the heap type with this tp_dealloc; 0. The types have no subclasses. The function is compared and not
+ * the type: a second execution of the module makes new types, and objects of both stay in use. */
 static inline int
 fp_is_of(PyObject *object, destructor dealloc)
 {
     return Py_TYPE(object)->tp_dealloc == dealloc;
 }
 
-/* The end of tp_dealloc: an object of a heap type owns a reference to it. */
+/* The end of tp_dealloc: free the object, and the reference to its heap type that it owns. */
 static inline void
 fp_free_object(PyObject *object)
 {
@@ -54,7 +54,8 @@ fp_free_object(PyObject *object)
     Py_DECREF(type);
 }
 
-/* What a method returns whose function has given status, < 0 with an exception set: None, or whether it is not 0. */
+/* The result of a method from a status: NULL for status < 0, which has an exception set; else None, or status != 0 as a
+ * bool. */
 static inline PyObject *
 fp_none_unless(int status)
 {
@@ -80,8 +81,8 @@ int fp_as_int64(PyObject *object, int64_t *out);
 /* A float or int (or __float__, __index__) as double. *out is written only on success. */
 int fp_as_double(PyObject *object, double *out);
 
-/* A str that UTF-8 can encode, new reference: text, or text with what it cannot (lone surrogates) as \\udc80 and the like, to
- * be shown. PyUnicode_AsUTF8() of it does not fail. TypeError unless text is a str. */
+/* New reference: text, with lone surrogates, which UTF-8 cannot encode, escaped as \\udc80 and the like. For messages:
+ * PyUnicode_AsUTF8() of the result does not fail. TypeError unless text is a str. */
 PyObject *fp_as_text(PyObject *text);
 
 /* True or False as 1 or 0, nothing else: TypeError. */
@@ -94,9 +95,11 @@ int fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n);
 /* fp_calloc(), with MemoryError. */
 void *fp_new_array(Py_ssize_t count, size_t item_bytes);
 
-/* A tuple of expected objects from a sequence of the caller's: a copy of ours, which no callback can shrink. what: they are. */
+/* New tuple of the items of a sequence: a copy, which no callback can shrink. TypeError for no sequence, ValueError unless
+ * it has `expected` items. what: a noun for them, in the message. */
 PyObject *fp_as_tuple(PyObject *sequence, Py_ssize_t expected, const char *what);
 
+/* Borrowed: the items of a tuple, as an array. */
 static inline PyObject **
 fp_items(PyObject *tuple)
 {

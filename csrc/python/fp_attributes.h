@@ -11,15 +11,15 @@
 typedef struct {
     PyObject *module;     /* owned */
     PyObject *name;       /* owned, interned */
-    PyTypeObject *type;   /* borrowed, only compared: the class that direct was found for */
-    unsigned int version; /* its version tag then; 0: none */
-    int direct;           /* 1: nn.Module's own rules hold for this name */
+    PyTypeObject *type;   /* borrowed, only compared: the class of module when direct was found; NULL: not found yet */
+    unsigned int version; /* the version tag of type then, which changes with the class; 0: it had none */
+    int direct;           /* 1: nn.Module's own rules hold for this name, so the dictionaries are written directly */
 } fp_attribute;
 
 typedef struct {
-    fp_attribute *items; /* n parameters, then n_shared further names of them */
+    fp_attribute *items; /* [n + n_shared] n parameters, then n_shared further names of them (tied weights) */
     Py_ssize_t n, n_shared;
-    Py_ssize_t *primary; /* n_shared: which parameter each further name stands for */
+    Py_ssize_t *primary; /* [n_shared] the index of the parameter that a further name stands for */
 } fp_attributes;
 
 typedef struct {
@@ -28,7 +28,8 @@ typedef struct {
     int unsafe;       /* write the dictionaries whatever the class overrides, as FSDP_USE_UNSAFE_SETATTR=1 asks */
 } fp_place;
 
-/* How many of torch's global hooks on parameter registration are flatparam's own, which need not see what is put here. */
+/* The number of torch's global hooks on parameter registration that are flatparam's own. They need not see values that are put
+ * here; with any other such hook, delattr and setattr are used. */
 extern Py_ssize_t fp_attributes_own_hooks;
 
 /* Find torch.nn.Module and its methods; called when the extension is imported. -1 with torch's exception. */
@@ -42,23 +43,24 @@ int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_sha
 /* Name item i. TypeError unless module is an nn.Module and name a str. */
 int fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name);
 /* Make the n values, which were checked, the attributes of the parameters, and the n_shared values shared (NULL: those of
- * the parameters) that of their further names. On failure those before the one that failed have theirs; its module has
- * the old value, or what delattr and setattr of its own class left. */
+ * the parameters) that of their further names. On failure the attributes before the one that failed are set. The
+ * failed one has its old value, or the value that delattr and setattr of its class have left. */
 int fp_attributes_put(fp_attributes *attributes, PyObject *const *values, PyObject *const *shared, fp_place place);
 /* values[i] = a new reference to the attribute of parameter i, for all n; NULL if its module has none, or wanted[i] is 0
  * (wanted may be NULL). On failure none is left. */
 int fp_attributes_get(fp_attributes *attributes, const char *wanted, PyObject **values);
-/* The first parameter whose attribute, under one of its names, is not values[i], or which does not stand among its module's
- * parameters as listed[i] (NULL: as none); n: all are. is_parameter: it stands there only, and is no plain attribute;
- * others are not looked for where a class has rules of its own. -1: error. */
+/* The index of the first parameter that a user has replaced: its attribute, under one of its names, is not values[i], or
+ * its entry in _parameters is not listed[i] (listed NULL: there must be none). n: no parameter; -1: error. is_parameter:
+ * 1: the value must be in _parameters and not in __dict__. Where a class
+ * overrides nn.Module's rules getattr() is compared, and with is_parameter 0 nothing. */
 Py_ssize_t fp_attributes_find_other(fp_attributes *attributes, PyObject *const *values, PyObject *const *listed,
                                     int is_parameter);
-/* Let all stand among the parameters of their modules as values; the attributes stay. */
+/* Write values into the _parameters of the modules, and leave the attributes as they are. */
 int fp_attributes_list(fp_attributes *attributes, PyObject *const *values);
-/* 1 if nn.Module's own rules hold for an item, so that it is read and written in the module's dictionaries; 0 if its class
- * has rules of its own, or somebody watches parameters being registered; -1. */
+/* 1: nn.Module's own rules hold for an item, so the module's dictionaries are read and written; 0: its class overrides them, or
+ * a user's hook watches the registration of parameters; -1. */
 int fp_attributes_is_direct(fp_attribute *item);
 
 int fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg);
-void fp_attributes_clear(fp_attributes *attributes); /* drops the references, keeps the room */
-void fp_attributes_free(fp_attributes *attributes);  /* gives back the room; after fp_attributes_clear */
+void fp_attributes_clear(fp_attributes *attributes); /* drop the references, keep the arrays */
+void fp_attributes_free(fp_attributes *attributes);  /* free the arrays, after fp_attributes_clear() */

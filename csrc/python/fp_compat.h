@@ -1,4 +1,4 @@
-/* python/fp_compat.h -- names of newer CPython, for those that lack them. */
+/* python/fp_compat.h -- names of CPython 3.12, for older versions. */
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

@@ -1,6 +1,7 @@
-/* python/fp_overrides.h -- whether a user replaced methods, on a class or on an object. */
+/* python/fp_overrides.h -- functions of the module _C that tell whether a user has replaced a method, on a class or on an
+ * object. The drop-in asks before each fast step: a replaced method must be called. */
 #pragma once
 
 #include "python/fp_args.h"
 
-extern PyMethodDef fp_overrides_methods[]; /* of the module; the functions' docstrings say what they do */
+extern PyMethodDef fp_overrides_methods[]; /* the docstrings say what each does */
