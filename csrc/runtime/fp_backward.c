@@ -1,7 +1,14 @@
-/* runtime/fp_backward.c -- what autograd calls of a unit and of the model. The hook on a unit's output calls
- * fp_backward_come_to; autograd comes to the node behind a unit's views when all their gradients are there and calls
- * gradients_ready; the first of these in a backward has the engine call finish when it is over. Units that keep a copy are
- * reduced in an order that does not depend on which of them get gradients here (fp_reduce_order.c). */
+/* runtime/fp_backward.c -- the callbacks of autograd for a unit and for the model:
+ *
+ *   fp_backward_come_to   a hook on a unit's output: its gradient is there. Gathers the unit
+ *   gradients_ready       the node behind a unit's views: all their gradients are there. Frees the unit, reduces the gradients
+ *   before_accumulation   a hook on a parameter: autograd is about to add to .grad, past the views
+ *   param_gradient        the same where nothing is sharded: the unit takes the gradient
+ *   inputs_done           the gradients of a forward's inputs are there. Frees frozen flat parameters
+ *   finish                the end of the backward, once for the model
+ *
+ * The first callback of a backward asks the engine to call finish. Units with a secondary shard are reduced in an order that
+ * does not depend on the gradients of this rank (fp_reduce_order.c). */
 #include "runtime/fp_backward.h"
 
 #include "runtime/fp_iteration.h"
@@ -10,6 +17,8 @@
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"
 
+/* If this is the first callback of a backward: recover from a backward that raised, note the settings of this one, and let the
+ * reduce order begin. Else do nothing. RuntimeError for another thread. */
 static int
 begin_backward(fp_unit *unit)
 {
@@ -20,7 +29,7 @@ begin_backward(fp_unit *unit)
     if (root->in_backward && fp_graph_is_running(root->ref)) {
         return 0;
     }
-    if ((root->in_backward && fp_iteration_recover(root) < 0) || /* an exception ended the one before */
+    if ((root->in_backward && fp_iteration_recover(root) < 0) || /* the backward before it raised */
         fp_graph_at_end(root->ref) < 0) {
         return -1;
     }
@@ -31,7 +40,8 @@ begin_backward(fp_unit *unit)
     return fp_reduce_order_begin(root);
 }
 
-/* Nodes of a graph that another backward has recorded may have run before any hook, so autograd cannot refuse them. */
+/* Raise if a graph that an earlier backward has recorded needs parameter values that were changed since. Nodes of that
+ * graph may have run before any hook of the unit, so autograd cannot refuse them. */
 static int
 check_accumulated(const fp_unit *unit)
 {
@@ -48,8 +58,8 @@ check_accumulated(const fp_unit *unit)
     return 0;
 }
 
-/* Gather the unit that backward comes to next: where there is a reduce order, it may have passed those that no gradient came to,
- * and a unit around them whose output was theirs is come to after them. */
+/* Start to gather the unit that backward comes to next: the one before this unit in the post-forward order. With a reduce
+ * order the cursor counts, if it is further: units to which no gradient came were passed over. */
 static int
 prefetch_backward(fp_unit *unit)
 {
@@ -59,7 +69,7 @@ prefetch_backward(fp_unit *unit)
     return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
 }
 
-/* Whether this backward has come to the unit. */
+/* 1: this backward has come to the unit. */
 static int
 has_come(const fp_unit *unit)
 {
@@ -78,7 +88,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
         fp_flat_buffer_run_after(unit->flat_params[k].flat, began);
     }
     if (has_come(unit) && unit->task == task && unit->state == FP_UNIT_UNSHARDED) {
-        return 0; /* a further output */
+        return 0; /* a further output of the same forward */
     }
     const int passed = fp_reduce_order_reach(unit);
     if (passed != 0) {
@@ -94,21 +104,21 @@ before_backward_of(fp_unit *unit, uint64_t began)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const int hidden = unit->flat_params[k].shows == FP_SHOWS_PARAMS;
-        if (hidden && fp_flat_param_show_views(&unit->flat_params[k]) < 0) { /* for a forward recomputed in parts */
+        if (hidden && fp_flat_param_show_views(&unit->flat_params[k]) < 0) { /* a checkpoint may recompute a part */
             return -1;
         }
     }
     return root->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(unit) : 0;
 }
 
-/* A section that autograd's threads enter one at a time in a model. They hold the model's lock meanwhile. */
+/* The part of a callback that works on units, under the root's lock. It keeps the unit and the root alive. */
 typedef struct {
     fp_unit *unit;
     fp_root *root;
     fp_range *range;
 } backward_section;
 
-/* Take the lock of the model that the unit is in. */
+/* Take the root's lock. what: the name of the section for profilers. */
 static backward_section
 begin_section(fp_unit *unit, const char *what)
 {
@@ -117,6 +127,7 @@ begin_section(fp_unit *unit, const char *what)
     return (backward_section){.unit = unit, .root = unit->root, .range = fp_range_begin(what, unit->name)};
 }
 
+/* Give the lock back, and return status. */
 static int
 end_section(backward_section ours, int status)
 {
@@ -143,7 +154,8 @@ fp_backward_come_to(void *object, uint64_t began)
     return end_section(ours, before_backward_of(ours.unit, began));
 }
 
-/* Whether other flat parameters of the unit get gradients after these, which the group's backend can reduce in one call. */
+/* 1: another flat parameter of the unit will get gradients in this backward, and the group's backend can reduce all in one
+ * call. */
 static int
 waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
 {
@@ -157,7 +169,8 @@ waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
     return 0;
 }
 
-/* Reduce gradients of a flat parameter that is in no reduce order: together with the others of its unit. */
+/* Reduce the gradients of a flat parameter that has no place in the reduce order, together with the others of its unit:
+ * pack them while others are to come, and start the reductions with the last one. */
 static int
 reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
@@ -175,7 +188,7 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
                    ? -1
                    : fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
     }
-    return fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
+    return fp_reduction_finish(unit, flat_param) < 0 || /* a reduction of another graph in this backward */
                    fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0 ||
                    fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0
                ? -1
@@ -183,17 +196,21 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
                    : fp_reduction_start_packed(unit);
 }
 
+/* The gradients of a flat parameter have come. Free the unsharded data, then one of these:
+ *   no_sync, or more graph tasks come to the unit   add to the accumulated gradient
+ *   the unit has a place in the reduce order        pack, and reduce when its turn comes
+ *   else                                            reduce now */
 static int
 gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     fp_root *root = unit->root;
-    if (begin_backward(unit) < 0 || /* no output of the unit had a hook: who called backward went around it */
+    if (begin_backward(unit) < 0 || /* no output had a hook: the loss comes from inside */
         check_accumulated(unit) < 0) {
         return -1;
     }
-    /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
+    /* A reentrant checkpoint runs a part of the unit as another graph task: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
-    const int reduces = root->synchronize || flat_param->outer_group != NULL; /* nested: in part, in each micro-batch */
+    const int reduces = root->synchronize || flat_param->outer_group != NULL; /* nested: in each micro-batch */
     if ((flat_param->params != NULL &&
          fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n) < 0) ||
         fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
@@ -240,8 +257,8 @@ gradients_ready(void *object, int index, fp_gradients *gradients)
     return end_section(ours, gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients));
 }
 
-/* A loss has parameters in it as they are (a penalty on weights): the gradient accumulated in no_sync goes out of .grad, so that autograd
- * finds a gradient of the shard there, or none. */
+/* A loss uses parameters directly (a penalty on weights), and autograd is about to add to their .grad. Take the
+ * accumulated gradient out of .grad, so that autograd adds to the reduced gradient, or to none. */
 static int
 before_accumulation(void *object, int index)
 {
@@ -260,8 +277,9 @@ before_accumulation(void *object, int index)
                                  : 0);
 }
 
-/* Where nothing is sharded, a parameter can be used outside of its unit's forward (a layer that reads the weight of another
- * one, a penalty on weights): its gradient counts as what the unit gives, so the end of the backward reduces it. */
+/* Where nothing is sharded, a parameter can be used outside of its unit's forward (a layer that reads the weight of
+ * another one, a penalty on weights). Its gradient is added to the accumulated gradient, which the end of the backward
+ * reduces. 1: the unit has taken it; 0: autograd adds it to .grad; -1. */
 static int
 param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
 {
@@ -290,9 +308,9 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
                                  : 1);
 }
 
-/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
- * forwards a retained graph is gone through again nobody knows, nor where one that was recorded still comes to it: then the end
- * of the backward frees it. */
+/* The gradients of a forward's inputs are there, so this forward needs its frozen parameters no more. With the last such
+ * forward they are freed. when: the unit's generation (rests) at that forward. For a retained or recorded graph nobody
+ * knows how often backward comes again; then the end of the backward frees them. */
 static int
 inputs_done(void *object, int64_t when)
 {
@@ -316,7 +334,8 @@ inputs_done(void *object, int64_t when)
     return status;
 }
 
-/* Whether gradients of its parameters that do not come from views are to be reduced: those of shards are of this rank. */
+/* 1: gradients of its parameters that do not come from views are reduced. Where parameters are sharded they are not: such
+ * a gradient is that of this rank's shard alone. */
 static int
 takes_from_outside(const fp_flat_param *flat_param)
 {
@@ -324,6 +343,7 @@ takes_from_outside(const fp_flat_param *flat_param)
            (flat_param->shard_group != NULL || flat_param->replicate_group != NULL);
 }
 
+/* Put hooks on the owners of flat parameter k. takes: param_gradient() may take their gradients. */
 static int
 watch(const fp_unit *unit, Py_ssize_t k, int takes)
 {
@@ -342,6 +362,8 @@ fp_backward_watch(const fp_unit *unit)
     return 0;
 }
 
+/* The backward ends for one unit. Finish its reductions, reduce the gradients that are still accumulated, show an
+ * accumulated gradient in .grad, then free the unsharded data, or keep it for no_sync or for a recorded graph. */
 static int
 finish_step_of(fp_unit *unit)
 {
@@ -354,8 +376,7 @@ finish_step_of(fp_unit *unit)
         if (fp_reduction_finish(unit, flat_param) < 0) {
             return -1;
         }
-        if (root->synchronize &&
-            fp_flat_buffer_has_accumulated(flat_param->flat)) { /* of micro-batches before; none came in this one */
+        if (root->synchronize && fp_flat_buffer_has_accumulated(flat_param->flat)) { /* from earlier micro-batches */
             if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
                 return -1;
             }
@@ -375,7 +396,7 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    const int in_forward = fp_unit_is_in_forward(unit); /* which has called the backward, and goes on */
+    const int in_forward = fp_unit_is_in_forward(unit); /* that forward has called this backward, and goes on */
     unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
     unit->recorded = unit->for_graph ? root->optimizer_steps : unit->recorded;
     const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
@@ -387,9 +408,9 @@ finish_step_of(fp_unit *unit)
     else if (unit->state != FP_UNIT_SHARDED && !in_forward && fp_unshard_release(unit) < 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */
+    for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* an optimizer steps next */
         const fp_flat_param *flat_param =
-            &unit->flat_params[k]; /* whose shards may be written in ways that no version tells of */
+            &unit->flat_params[k]; /* an optimizer may write to its shard without torch counting it */
         if (flat_param->has_secondary_shard && !flat_param->untracked &&
             fp_flat_buffer_forget_values(flat_param->flat) < 0) {
             return -1;
@@ -408,7 +429,7 @@ static int
 finish_step(fp_root *root, fp_unit *unit)
 {
     if (unit->root != root) {
-        return 0; /* what ran for the others has let it join another model */
+        return 0; /* code that ran for other units has let it join another model */
     }
     fp_range *range = fp_range_begin("end of backward", unit->name);
     const int status = finish_step_of(unit);
@@ -422,6 +443,7 @@ hide_old(fp_root *root, fp_unit *unit)
     return unit->root == root ? fp_unshard_hide_old(unit) : 0;
 }
 
+/* The end of a backward, called by the engine. On an error in_backward stays 1, and the next forward or backward recovers. */
 static int
 finish(void *root_pointer, uint64_t ignored)
 {
@@ -439,7 +461,7 @@ finish(void *root_pointer, uint64_t ignored)
     }
     if (status == 0) {
         root->in_backward = 0;
-        status = root->has_secondary_shards ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped in it */
+        status = root->has_secondary_shards ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
     }
     fp_iteration_leave(root);
     return status;

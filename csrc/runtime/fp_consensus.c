@@ -1,12 +1,13 @@
-/* runtime/fp_consensus.c -- see fp_consensus.h. One int32 all-reduce: the flags of each unit, then one slot a
- * rank with 1 + the index of the unit in which that rank failed (0: none). */
+/* runtime/fp_consensus.c -- the all-reduces of flags by which ranks agree about units; see fp_consensus.h. Each is one
+ * int32 sum over a group: the flags of each unit, then one error slot a rank: 1 + the index of the unit that raised there;
+ * 0: none did. */
 #include "runtime/fp_consensus.h"
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_fresh.h"
 #include "runtime/fp_unshard.h"
 
-enum { PER_PART = 2 }; /* whether it gets a gradient now; whether there is one from before */
+enum { PER_PART = 2 }; /* flags of a flat parameter in a backward: a gradient comes now; there is an accumulated one */
 
 static void
 free_exchanges(fp_exchange *exchanges, Py_ssize_t n)
@@ -28,8 +29,8 @@ group_of(const fp_unit *unit)
     return unit->flat_params[0].shard_group;
 }
 
-/* The units that are in it, by the group that they are spread over, in the order in which they joined. *n is set also on
- * failure. */
+/* New exchanges, one for each group over which units with is_in(unit) are sharded. Units stay in the order in which they
+ * joined. *n: their number. The caller frees them with free_exchanges(). NULL with an exception. */
 static fp_exchange *
 make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_t *n)
 {
@@ -66,6 +67,7 @@ fail:
     return NULL;
 }
 
+/* Make the flags: n of units and the error slots, all 0. */
 static int
 make_flags(fp_exchange *exchange, Py_ssize_t n)
 {
@@ -74,6 +76,7 @@ make_flags(fp_exchange *exchange, Py_ssize_t n)
     return exchange->flags == NULL ? -1 : 0;
 }
 
+/* Start the all-reduce of the flags. kind: FP_EVENT_*, for the collective trace. */
 static int
 start(fp_exchange *exchange, unsigned kind)
 {
@@ -89,6 +92,7 @@ start(fp_exchange *exchange, unsigned kind)
     return exchange->sum == NULL ? -1 : 0;
 }
 
+/* Wait for the all-reduce: flags becomes the sums. */
 static int
 read_sum(fp_exchange *exchange)
 {
@@ -99,7 +103,7 @@ read_sum(fp_exchange *exchange)
     return status;
 }
 
-/* Raise what another rank has told of; 0: none has. */
+/* -1 with RuntimeError that names rank and unit if some rank has filled its error slot; an exception that is set stays. */
 static int
 check_others(const fp_exchange *exchange)
 {
@@ -121,14 +125,14 @@ check_others(const fp_exchange *exchange)
 
 /* ---- before a forward ---- */
 
-/* What ranks ask each other of each unit that is in it. */
+/* A question that ranks ask each other about units. */
 typedef struct {
-    int (*is_in)(const fp_unit *unit);
-    int (*ask)(fp_unit *unit);            /* -1 with an exception set */
-    void (*hear)(fp_unit *unit, int any); /* whether some rank has told something else than 0 */
+    int (*is_in)(const fp_unit *unit);    /* 1: it is asked about this unit; alike on all ranks */
+    int (*ask)(fp_unit *unit);            /* this rank's answer: 1 or 0; -1 with an exception set */
+    void (*hear)(fp_unit *unit, int any); /* any: 1 if some rank has answered 1 */
 } question;
 
-/* Parameters that were moved are taken back before. */
+/* Is the unit stale? Writes of users go into the shard first; they are an answer of 1. */
 static int
 ask_old(fp_unit *unit)
 {
@@ -152,7 +156,8 @@ ask_learned(fp_unit *unit)
 static const question old = {fp_fresh_is_asked, ask_old, hear_old};
 static const question learned = {fp_fresh_is_learned_next, ask_learned, fp_fresh_end_learning};
 
-/* Where this rank fails it says so, and raises what it has to when the others have heard of it. */
+/* Ask over one group. A rank whose ask() fails still takes part, answers 1, and fills its error slot; it raises its own
+ * exception after the all-reduce, so that no rank waits for it. */
 static int
 agree_with(fp_exchange *exchange, const question *asked)
 {
@@ -179,6 +184,7 @@ agree_with(fp_exchange *exchange, const question *asked)
     return status < 0 ? -1 : check_others(exchange);
 }
 
+/* Ask over all groups that have a unit in question. */
 static int
 agree(const fp_root *root, const question *asked)
 {
@@ -218,12 +224,14 @@ fp_consensus_note_error(fp_root *root, const fp_unit *unit)
     }
 }
 
+/* Flags for the owners of a flat parameter: one each if it is nested; else none. */
 static Py_ssize_t
 n_owners(const fp_flat_param *flat_param)
 {
     return flat_param->outer_group == NULL ? 0 : PyTuple_GET_SIZE(flat_param->owners);
 }
 
+/* Fill the flags of one exchange, and start it. hear() reads them in the same order. */
 static int
 tell(const fp_root *root, fp_exchange *exchange)
 {
@@ -260,7 +268,7 @@ keeps_copy(const fp_unit *unit)
     return unit->has_secondary_shard;
 }
 
-/* Its gradients are reduced in each micro-batch. */
+/* Also in no_sync: gradients of nested units are reduced over param_group in each micro-batch. */
 static int
 is_nested(const fp_unit *unit)
 {
@@ -278,6 +286,7 @@ fp_consensus_on_gradients(fp_root *root)
     return status;
 }
 
+/* Wait for one exchange, unless it was read, and write its results into the flat parameters. */
 static int
 hear(fp_exchange *exchange)
 {

@@ -1,4 +1,5 @@
-/* runtime/fp_flat_param.c -- see fp_flat_param.h. */
+/* runtime/fp_flat_param.c -- one flat parameter: the attributes of its modules, .grad of its owners, its description from
+ * Python; see fp_flat_param.h. */
 #include "runtime/fp_flat_param.h"
 
 #include "core/fp_alloc.h"
@@ -7,7 +8,7 @@
 
 int64_t fp_flat_param_not_steppable;
 
-/* What has .grad, and what the shard has of it. */
+/* The owners and their pieces of the shard, borrowed. */
 static fp_param_pieces
 owners_of(const fp_flat_param *flat_param)
 {
@@ -26,6 +27,7 @@ is_not_steppable(const fp_flat_param *flat_param)
     return flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE || flat_param->shown == FP_SHOWN_UNREDUCED;
 }
 
+/* The only way to another fp_shown_state. Counts fp_flat_param_not_steppable. */
 static int
 move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 {
@@ -42,7 +44,8 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
     return 0;
 }
 
-/* Where nothing is sharded, the accumulated gradient is the gradient of this rank, unless a reduced one was put aside. */
+/* The event for showing the accumulated gradient. Where nothing is sharded an optimizer may step with it, if it has the
+ * dtype of the parameters and no reduced gradient was put aside. */
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
@@ -58,6 +61,7 @@ fp_flat_param_attributes(const fp_flat_param *flat_param)
     return flat_param->extended != NULL ? flat_param->extended : flat_param->views;
 }
 
+/* Let the extension make new tensors from the views. */
 static int
 extend_views(fp_flat_param *flat_param)
 {
@@ -95,7 +99,7 @@ fp_flat_param_show(fp_flat_param *flat_param, int views)
         return -1;
     }
     PyObject *values = Py_NewRef(views ? fp_flat_param_attributes(flat_param)
-                                       : flat_param->params); /* ours: what is replaced may run code */
+                                       : flat_param->params); /* owned: code of the user may run */
     const fp_place place = {.is_parameter = !views, .listed = flat_param->params != NULL, .unsafe = 0};
     const int status = fp_attributes_put(&flat_param->attributes, fp_items(values), NULL, place);
     Py_DECREF(values);
@@ -120,7 +124,7 @@ fp_flat_param_list_params(fp_flat_param *flat_param)
     if (flat_param->shows != FP_SHOWS_VIEWS || flat_param->params == NULL) {
         return 0;
     }
-    PyObject *params = Py_NewRef(flat_param->params); /* ours: what is replaced may run code */
+    PyObject *params = Py_NewRef(flat_param->params); /* owned: code of the user may run */
     const int status = fp_attributes_list(&flat_param->attributes, fp_items(params));
     Py_DECREF(params);
     flat_param->shows = FP_SHOWS_BOTH;
@@ -165,7 +169,7 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
     }
     const Py_ssize_t moved = fp_flat_param_find_moved(flat_param);
     if (moved < 0) {
-        PyErr_Clear(); /* who looks it over before the gather says so */
+        PyErr_Clear(); /* the check before the gather raises it */
     }
     return moved == flat_param->n;
 }
@@ -232,7 +236,7 @@ Py_ssize_t
 fp_flat_param_find_moved(fp_flat_param *flat_param)
 {
     if (flat_param->params != NULL) {
-        const fp_param_pieces owners = owners_of(flat_param); /* the same as the parameters */
+        const fp_param_pieces owners = owners_of(flat_param); /* the owners are the original parameters */
         const Py_ssize_t moved = fp_param_moved(&owners, flat_param->shard);
         if (moved >= 0) {
             return moved;
@@ -313,7 +317,7 @@ clear_grads(fp_flat_param *flat_param)
     return 0;
 }
 
-/* Let those have their pieces of what was put aside who had them. */
+/* Show the reduced gradient that was put aside: the owners that had a piece of it get it as .grad. */
 static int
 show_saved(fp_flat_param *flat_param)
 {
@@ -328,6 +332,7 @@ show_saved(fp_flat_param *flat_param)
     return status;
 }
 
+/* Set ValueError about the gradient of the i-th owner. why: the end of the sentence. */
 static void
 refuse_gradient(const fp_flat_param *flat_param, Py_ssize_t i, const char *name, const char *why)
 {
@@ -359,6 +364,7 @@ fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
     return i < owners.n ? -1 : 0;
 }
 
+/* See fp_flat_param_note_user_edits() and fp_flat_param_sync_shown_grads(). */
 static int
 read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
@@ -382,7 +388,7 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (shown < -1) {
         refuse_gradient(flat_param, -2 - shown, name, written_in_place);
     }
-    PyObject *error = PyErr_GetRaisedException(); /* of the check: no optimizer shall step with what it refuses */
+    PyObject *error = PyErr_GetRaisedException(); /* set again below, once the refused gradients are dropped */
     if (shown <= 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
@@ -439,7 +445,7 @@ void
 fp_flat_param_drop_accumulated(fp_flat_param *flat_param)
 {
     if (fp_flat_param_note_user_edits(flat_param, "") < 0) {
-        PyErr_Clear(); /* what was done to it does not matter any more */
+        PyErr_Clear(); /* the edits of a dropped gradient do not matter */
     }
     fp_flat_buffer_drop_grads(flat_param->flat, 1);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
@@ -486,10 +492,10 @@ fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
     if (deferred_reduced == Py_None) {
         Py_CLEAR(deferred_reduced);
     }
-    Py_XSETREF(flat_param->deferred_reduced, deferred_reduced); /* of a call that failed */
+    Py_XSETREF(flat_param->deferred_reduced, deferred_reduced); /* an earlier call that failed may have left one */
     if (status == 0 && deferred_reduced != NULL && flat_param->shard_group == NULL &&
         flat_param->replicate_group == NULL) {
-        status = fp_torch_convert(accumulated, deferred_reduced, 1); /* there is nobody to reduce it with */
+        status = fp_torch_convert(accumulated, deferred_reduced, 1); /* no group will reduce it */
         Py_CLEAR(flat_param->deferred_reduced);
         for (Py_ssize_t i = 0; i < owners.n; i++) {
             flat_param->frozen_share[i] = (char)(flat_param->frozen_share[i] || flat_param->in_deferred_reduced[i]);
@@ -511,7 +517,8 @@ fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
 
 /* ---- from Python, and back ---- */
 
-/* (group, registered name or None, registered name of one for the host or None), or None. */
+/* Read None, or a tuple: the process group; the name under which torch registered it, or None; the name of a gloo group of
+ * the same ranks for sums on the host, or None. */
 static int
 read_group(PyObject *object, fp_group **group)
 {
@@ -531,6 +538,7 @@ read_group(PyObject *object, fp_group **group)
     return *group == NULL ? -1 : 0;
 }
 
+/* Fill owners and all arrays per owner. pieces: a tuple of (start, numel, in_rows), one per owner, in elements of the shard. */
 static int
 read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total, int64_t shard_numel)
 {

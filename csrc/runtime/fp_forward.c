@@ -1,5 +1,6 @@
-/* runtime/fp_forward.c -- what Python calls around the forward of a unit's module. post_forward puts a hook on the output, which
- * calls what fp_backward.c does before the unit's backward. */
+/* runtime/fp_forward.c -- the methods that Python calls before and after the forward of a unit's module. pre_forward
+ * gathers the unit and gives the modules its views. post_forward puts hooks on the output, which call
+ * fp_backward_come_to(), and reshards. */
 #include "runtime/fp_forward.h"
 
 #include "runtime/fp_backward.h"
@@ -7,8 +8,9 @@
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
 
-/* Gather the unit that came next in the last forward. Stale units are gathered over all ranks, in an order of their own: every
- * rank runs every stale unit, but may skip the others. */
+/* Start to gather the unit that came next in the last forward. Stale units have a separate order (next_refreshed): their
+ * gathers go over all ranks, and every rank runs every stale unit, but a rank may skip other units. first: the first
+ * forward of the unit in this pass. */
 static int
 prefetch_forward(fp_unit *unit, int first)
 {
@@ -33,7 +35,7 @@ prefetch_forward(fp_unit *unit, int first)
                : fp_unshard_start(next);
 }
 
-/* On an accelerator always: its gathers have a stream of their own. */
+/* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */
 static int
 gathers_ahead(const fp_unit *unit)
 {
@@ -41,13 +43,14 @@ gathers_ahead(const fp_unit *unit)
            (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
 }
 
-/* What this forward computes on is where its backward packs gradients. */
+/* The backward packs the gradients on the stream that this forward computes on. */
 static int
 run_here(fp_flat_param *flat_param)
 {
     return flat_param->views == NULL ? 0 : fp_flat_buffer_run_here(flat_param->flat, fp_items(flat_param->views));
 }
 
+/* Lower holders to the number of those that hold the views now: see fp_flat_param.holders. */
 static int
 count_holders(fp_flat_param *flat_param)
 {
@@ -63,7 +66,7 @@ pre_forward(fp_unit *unit)
 {
     fp_root *root = unit->root;
     if (root->in_backward && !fp_graph_is_running(root->ref) &&
-        fp_iteration_recover(root) < 0) { /* an exception ended it */
+        fp_iteration_recover(root) < 0) { /* the backward before it raised */
         return NULL;
     }
     const int begins = root->depth == 0 && !root->in_backward;
@@ -92,7 +95,8 @@ pre_forward(fp_unit *unit)
                : Py_NewRef(Py_None);
 }
 
-/* A forward is over: parameters() are the original ones from now on, of units that stay full too. A loss may use them. */
+/* The outermost forward is over: parameters() gives the original parameters, also for units that stay gathered, as a loss
+ * may use them. */
 static int
 list_params(fp_root *root, fp_unit *unit)
 {
@@ -103,12 +107,12 @@ PyObject *
 fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
     fp_hidden *hidden = NULL;
-    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0 || /* not to wait for its turn */
+    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0 || /* before the lock is taken */
         fp_hide_checkpoints(&hidden) < 0) {
         return NULL;
     }
     PyObject *result = NULL;
-    /* What a backward has recorded comes to a checkpoint before any hook. */
+    /* A backward through a recorded graph may recompute this forward in a checkpoint before any hook of the unit has run. */
     if (!unit->for_graph || unit->root->in_backward || fp_graph_task() < 0 ||
         fp_backward_come_to(unit, unit->began) == 0) {
         fp_range *range = fp_range_begin("pre_forward", unit->name);
@@ -121,7 +125,8 @@ fp_forward_pre(fp_unit *unit, PyObject *ignored)
     return result;
 }
 
-/* Put hooks on the tensors in an output that have a history; *hooked counts these, *found all. */
+/* Put hooks on the tensors in an output that require grad. Adds their number to *hooked, and that of all tensors to
+ * *found. Looks into tuples, lists and dicts; find_tensors() looks into other types. */
 static int
 hook_outputs(fp_unit *unit, PyObject *output, int *hooked, int *found)
 {
@@ -160,7 +165,8 @@ hook_outputs(fp_unit *unit, PyObject *output, int *hooked, int *found)
     return status;
 }
 
-/* If no tensor was found in an output: what a backward that comes from it nevertheless is told. */
+/* Set unit->opaque: if no tensor was found in the output, a backward may come without a hook and read freed data. Then the
+ * error says that the type of the output is the cause. */
 static int
 note_opaque(fp_unit *unit, PyObject *output, int found)
 {
@@ -181,7 +187,7 @@ note_opaque(fp_unit *unit, PyObject *output, int found)
     return 0;
 }
 
-/* All that comes before the forward's end, which is the last thing to happen: meanwhile other threads are refused. */
+/* Everything but the move END_FORWARD, which the caller makes last: until then other threads are refused. */
 static int
 post_forward(fp_unit *unit, PyObject *output)
 {
@@ -224,7 +230,7 @@ fp_forward_post(fp_unit *unit, PyObject *output)
     }
     fp_range *range = fp_range_begin("post_forward", unit->name);
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-    /* Of one that fails abort_forward is the end. */
+    /* After a failure the forward is still under way, and abort_forward ends it. */
     const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
                            ? -1
                            : fp_iteration_move(unit, FP_PASS_END_FORWARD);
@@ -234,14 +240,15 @@ fp_forward_post(fp_unit *unit, PyObject *output)
     return status < 0 ? NULL : Py_NewRef(output);
 }
 
-/* A forward begins that needs what is frozen for the gradients of tensors, a list of its inputs. */
+/* A forward begins whose backward needs frozen parameters, for the gradients of its inputs, a list of tensors. Count it in
+ * pending until inputs_done() in fp_backward.c. */
 PyObject *
 fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
 {
     if (!PyList_Check(tensors)) {
         return PyErr_Format(PyExc_TypeError, "expected a list of tensors, got %s", Py_TYPE(tensors)->tp_name);
     }
-    if (unit->root == NULL || !unit->root->in_backward || unit->pending == 0) { /* else it repeats one that did this */
+    if (unit->root == NULL || !unit->root->in_backward || unit->pending == 0) { /* else it was counted */
         const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->rests);
         if (hooked < 0) {
             return NULL;
@@ -256,7 +263,7 @@ fp_forward_abort(fp_unit *unit, PyObject *ignored)
 {
     fp_root *root = unit->root;
     if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
-        Py_RETURN_NONE; /* it was refused, and has begun nothing */
+        Py_RETURN_NONE; /* the forward was refused, and has begun nothing */
     }
     return fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
                    (!root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0)

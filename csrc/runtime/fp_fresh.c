@@ -1,33 +1,34 @@
-/* runtime/fp_fresh.c -- whether what is gathered has the values of now. To gather is a collective, so all ranks of the group must
- * decide alike. This is all that the decision depends on:
+/* runtime/fp_fresh.c -- whether a unit is gathered again. A gather is a collective, so all ranks of the group must decide
+ * alike. The decision depends on these inputs and no others:
  *
- *  input                                      why all ranks know it alike
- *  -----------------------------------------  ------------------------------------------------------------------------------------
- *  state, pass and gather_pass of the unit    control flow: which units forward and backward come to, in which order. Where that
- *                                             differs the order of collectives (fp_trace.c) tells all ranks
- *  in_backward, synchronize, create_graph     control flow, as no_sync() and backward() are called by all
- *  reshard_after_forward, sharded, groups     settings, compared when the unit was made
- *  requires_grad (untracked)                  of the program; ranks that differ are told by the event of the reduction
- *  root->optimizer_steps                      steps of optimizers that hold a parameter of some unit of the model. An optimizer
- *                                             holds the parameters of which a rank has nothing, too. What steps in a backward does
- *                                             not count: an optimizer in backward steps where a gradient is. Optimizers of other
- *                                             models, threads and probes do not count
- *  unit->stale                                asked: one all-reduce when a forward begins, of units that keep a copy (ZERO_1,
- *                                             LAYER_ZERO), and of those that no_sync has left gathered. What one rank sees makes all
- *                                             gather: versions of its pieces, replaced or written tensors, steps of any optimizer
- *                                             (it may write to shards that it does not hold), load_state_dict(), refresh(), and
- *                                             after train() or eval() the values
- *  unit->learned, unit->written_ahead         asked: one all-reduce when a forward begins after the first one of a unit, with and
- *                                             without gradients. refresh() forgets it on all ranks
- *  the capture of a CUDA graph (is_void)      of the program: the same calls are captured everywhere
- *  device, forward_prefetch                   settings, compared when the unit was made
+ *   input                                    why all ranks know it alike
+ *   ---------------------------------------  ---------------------------------------------------------------------------
+ *   state, pass and gather_pass of the unit  control flow: which units forward and backward come to, in which order. If
+ *                                            that differs between ranks, the collective trace (fp_trace.c) tells all
+ *   in_backward, synchronize, create_graph   control flow: all ranks call no_sync() and backward()
+ *   reshard_after_forward, sharded, groups   settings, compared when the unit was made
+ *   requires_grad (untracked)                control flow; if ranks differ, the event of the reduction tells them
+ *   root->optimizer_steps                    steps of optimizers that hold a parameter of some unit of the model. An
+ *                                            optimizer also holds parameters that have no element on this rank. Steps in
+ *                                            a backward do not count: an optimizer in backward steps on the ranks that
+ *                                            have a gradient. Optimizers of other models, threads and probes do not count
+ *   unit->stale                              asked: one all-reduce when a forward begins, for units with a secondary shard
+ *                                            (ZERO_1, LAYER_ZERO) and units that no_sync has left gathered. If one rank
+ *                                            sees a change, all ranks gather. A change is: another version of its pieces,
+ *                                            a replaced or written tensor, a step of any optimizer (it may write to shards
+ *                                            that it does not hold), load_state_dict(), refresh(); after train() or
+ *                                            eval() other values
+ *   unit->learned, unit->written_ahead       asked: one all-reduce when a forward begins after the first one of a unit,
+ *                                            with and without gradients. refresh() forgets it on all ranks
+ *   the capture of a CUDA graph (is_void)    control flow: all ranks capture the same calls
+ *   device, forward_prefetch                 settings, compared when the unit was made
  *
- * No input, as one rank alone may see it: versions and addresses of tensors, where they were not asked for as above; steps of other
- * optimizers; which units exist besides; what garbage collection has left.
+ * These are no inputs, as one rank alone may see them: versions and addresses of tensors that no rank asks about; steps of
+ * other optimizers; other units in the process; objects that garbage collection has not freed yet.
  *
- * A unit that is gathered ahead may be written to before its turn, by a forward (a momentum encoder). Such units are found out in the
- * first forward, which gathers none ahead, and never are. A write that comes later raises on the rank that sees it: the
- * other ranks have no way to know of it before they compute. */
+ * A forward may write to a unit's parameters before the unit's turn (a momentum encoder). Such a unit must not be gathered
+ * ahead. The first forward gathers no unit ahead, and finds such units. If a later forward writes to another unit, the rank
+ * that sees it raises: the other ranks cannot know of the write before they compute. */
 #include "runtime/fp_fresh.h"
 
 enum { NOT_RECORDING = 1, RECORDING = 2 }; /* forwards that record no gradients, and those that do */
@@ -50,7 +51,7 @@ is_captured(const fp_unit *unit)
     return unit->n_flat_params > 0 && fp_flat_buffer_is_captured(unit->flat_params[0].flat);
 }
 
-/* Of a unit that is not sharded, which no other rank gathers: as this rank sees it. */
+/* For a unit that is not sharded. No other rank gathers it, so this rank decides by all that it sees. */
 static int
 is_of_now_here(const fp_unit *unit)
 {
@@ -84,7 +85,7 @@ fp_fresh_is_of_now(const fp_unit *unit)
         return 1;
     }
     if (unit->has_secondary_shard) {
-        return !unit->stale && is_of_this_pass; /* else requires_grad may have changed since */
+        return !unit->stale && is_of_this_pass; /* in a later pass requires_grad may have changed */
     }
     if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
         return 1;
@@ -106,6 +107,7 @@ fp_fresh_is_asked(const fp_unit *unit)
            (unit->sharded && unit->state == FP_UNIT_KEPT && unit->accumulated_in_no_sync && !is_captured(unit));
 }
 
+/* This rank's answer for one flat parameter: 1: its values have changed since the gather, as far as versions and steps tell. */
 static int
 is_old(const fp_unit *unit, const fp_flat_param *flat_param)
 {
@@ -140,6 +142,7 @@ mode_of_forward(void)
     return fp_graph_grad_enabled() ? RECORDING : NOT_RECORDING;
 }
 
+/* 1: ranks have told each other about forwards of the kind that runs now, or the unit needs no such watch. */
 static int
 is_learned(const fp_unit *unit)
 {
@@ -152,7 +155,7 @@ fp_fresh_may_gather_ahead(const fp_unit *unit)
     return is_learned(unit) && !unit->written_ahead;
 }
 
-/* What changes with each write to its shards that torch counts. */
+/* A number that changes with each write to the unit's shards that torch counts, and with each optimizer step. */
 static int64_t
 writes_to(const fp_unit *unit)
 {

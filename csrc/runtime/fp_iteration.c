@@ -1,6 +1,6 @@
-/* runtime/fp_iteration.c -- an iteration of a model: one forward of the outermost unit and the backward that follows; its order
- * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which shards of
- * units that it has gathered from have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
+/* runtime/fp_iteration.c -- an iteration of a model: a forward of the outermost unit and the backward that follows. This
+ * file has the thread that an iteration runs for, the post-forward order, and the recovery of an iteration that was broken
+ * off. */
 #include "runtime/fp_iteration.h"
 
 #include "core/fp_alloc.h"
@@ -24,9 +24,10 @@ fp_iteration_check_joined(const fp_unit *unit)
     return 0;
 }
 
-/* A model is in one iteration at a time, which runs for one thread of the user: the forward in it, the backward that it calls,
- * the engine's threads that run nodes of that backward and what they recompute. In a backward these take turns under
- * root->lock. For another thread nothing may begin before the iteration has ended, and during a recovery for none. */
+/* A model is in one iteration at a time. The iteration runs for one thread of the user. These threads run for it too:
+ * autograd's threads in the backward that this thread has called, with the forwards that they recompute. In a backward
+ * they take turns under root->lock. Any other thread is refused until the iteration has ended, as gathers of two
+ * iterations would come in another order on each rank. During a recovery every thread is refused. */
 int
 fp_iteration_is_elsewhere(const fp_root *root)
 {
@@ -50,7 +51,7 @@ fp_iteration_check_thread(const fp_unit *unit)
     return -1;
 }
 
-/* Write what the unit's state is after event to *next, or raise; nothing is changed. */
+/* Write the unit's state after event to *next. -1 with RuntimeError if this thread, or the table, does not allow it. */
 static int
 next_pass(const fp_unit *unit, fp_pass_event event, unsigned *next)
 {
@@ -84,7 +85,7 @@ fp_iteration_move(fp_unit *unit, fp_pass_event event)
     else if (event == FP_PASS_END_FORWARD) {
         root->depth--;
         if (--unit->depth > 0) {
-            return 0; /* of a forward of this unit that is within another one */
+            return 0; /* an outer forward of this unit is still under way */
         }
     }
     else if (event == FP_PASS_RESET) {
@@ -132,7 +133,7 @@ fp_iteration_enter_in_backward(fp_root *root)
     return root;
 }
 
-/* ---- the units in it ---- */
+/* ---- units ---- */
 
 int
 fp_iteration_rest(fp_unit *unit)
@@ -161,7 +162,8 @@ fp_iteration_wait_until_read(fp_root *root)
     return fp_root_each(root, wait_until_all_read);
 }
 
-/* Keep the first error of what is done for all units, whether it fails for one or not; an interruption before an Exception. */
+/* For a loop that goes on after an error. If status < 0 take the exception that is set, and keep the first one in *first. An
+ * interruption (KeyboardInterrupt, say) takes the place of an Exception, so that it is not lost. */
 static void
 keep_first(PyObject **first, int status)
 {
@@ -176,12 +178,13 @@ keep_first(PyObject **first, int status)
     }
 }
 
-/* Forget whatever a pass that was broken off has left, of every unit. After a backward that is also the gradient accumulated in no_sync
- * before: of some units the gradients of that backward are in it, of others not. */
+/* The order matters. All units rest before any is freed: code of the user that runs meanwhile finds no pass. Device reads
+ * end before memory is freed. All gathers are given up before the first one is waited for. The accumulated gradient is
+ * dropped after a backward: some units have that backward's gradients in it, others have not. */
 int
 fp_iteration_recover(fp_root *root)
 {
-    PyObject *units = fp_root_units(root); /* letting go of gradients may run code, which may let go of units */
+    PyObject *units = fp_root_units(root); /* dropping gradients may run code of the user, which may free units */
     if (units == NULL) {
         return -1;
     }
@@ -202,7 +205,7 @@ fp_iteration_recover(fp_root *root)
         const fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             if (fp_flat_buffer_give_up(unit->flat_params[k].flat) < 0) {
-                PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
+                PyErr_Clear(); /* the gather has failed: there is nothing to wait for */
             }
         }
     }
@@ -217,7 +220,7 @@ fp_iteration_recover(fp_root *root)
                 fp_flat_param_drop_accumulated(flat_param);
             }
             if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
-                PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
+                PyErr_Clear(); /* the gather has failed: there is nothing to wait for */
             }
         }
         keep_first(&first, fp_unshard_release(unit));
@@ -232,6 +235,7 @@ fp_iteration_recover(fp_root *root)
     return 0;
 }
 
+/* *replaced: 1 if collectives must go through Python: it is told so, or a user has replaced a watched function. */
 static int
 was_replaced(fp_root *root, int *replaced)
 {
@@ -267,6 +271,7 @@ fp_iteration_begin(fp_root *root)
     return was_replaced(root, &root->through_python) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
 }
 
+/* Gather a stale unit with a secondary shard from the shards, and free it. */
 static int
 refresh(fp_root *root, fp_unit *unit)
 {

@@ -1,4 +1,5 @@
-/* runtime/fp_reduce_order.c -- see fp_reduce_order.h. */
+/* runtime/fp_reduce_order.c -- the order of reductions in a backward; see fp_reduce_order.h. It only decides when:
+ * fp_reduction.c reduces, and fp_consensus.c knows which ranks have gradients. */
 #include "runtime/fp_reduce_order.h"
 
 #include "core/fp_alloc.h"
@@ -6,15 +7,16 @@
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"
 
-enum { AHEAD = 2 }; /* units: the one whose gradient is computed, and the next */
+enum { AHEAD = 2 }; /* units whose accumulated gradients are copied to the device: the one in backward, and the next */
 
-/* Whether all ranks that share what the unit gathers from have run it in the pass that this backward is of. */
+/* 1: the unit's forward ran in this pass, and awaits backward. All ranks that gather the unit with this one know that alike. */
 static int
 took_part(const fp_unit *unit)
 {
     return unit->position >= 0 && unit->entered_pass == unit->root->pass;
 }
 
+/* 1: some flat parameter of the unit gets a gradient on this rank that has not come yet. */
 static int
 is_coming(const fp_unit *unit)
 {
@@ -59,8 +61,8 @@ fp_reduce_order_leave(fp_root *root, const fp_unit *unit)
     root->reduce_order_at = at;
 }
 
-/* Units that this pass has run take each other's places, so that they come in the reverse order of their entries; what it
- * has not run stays where it is. Insertion: nothing moves but where the order has changed. */
+/* Sort the units that this pass has run by entry, the last first, among the places that they have. The other units keep
+ * their places. Insertion sort: O(n) if the order has not changed. */
 static void
 learn(fp_root *root)
 {
@@ -109,7 +111,9 @@ fp_reduce_order_forget(fp_root *root)
     }
 }
 
-/* What the user has done to gradients of micro-batches before counts from here on. *shown: some were nested. */
+/* Read the user's edits of accumulated gradients, and mark the slots that get a gradient in this backward. tells: 1: an
+ * error is noted for all ranks; 0: it is raised here. *shown becomes 1 if a nested flat parameter has an accumulated
+ * gradient. */
 static int
 read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
 {
@@ -155,10 +159,12 @@ fp_reduce_order_begin(fp_root *root)
     if (status < 0 || ((root->synchronize || nested) && fp_consensus_on_gradients(root) < 0)) {
         return -1;
     }
-    return shown ? fp_consensus_read(root) : 0; /* before anything is added to what was cleared elsewhere */
+    return shown ? fp_consensus_read(root) : 0; /* clear what other ranks have cleared before adding to it */
 }
 
-/* How far a flat parameter's gradient is reduced now that its turn has come; 0: not at all; -1. */
+/* The turn of a flat parameter has come: FP_REDUCE_* says over which groups its gradient is reduced; 0: none; -1: error.
+ * took: the unit's forward ran in this pass. Asks what other ranks have only if this rank has no gradient: that may have
+ * to wait. */
 static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
@@ -180,6 +186,7 @@ how_far(fp_root *root, const fp_flat_param *flat_param, int took)
            (root->synchronize && (flat_param->wanted || flat_param->wanted_accumulated) ? FP_REDUCE_OUTER : 0);
 }
 
+/* Give a flat parameter its turn: reduce it, and free its unsharded data. */
 static int
 pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 {
@@ -211,7 +218,7 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
         for (Py_ssize_t k = 0; status == 0 && unit->has_secondary_shard && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
             if (flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED &&
-                (took || !comes)) { /* else it is reduced when its gradient comes */
+                (took || !comes)) { /* else its gradient comes later, and is reduced at once then */
                 status = pass_part(unit, flat_param, took);
             }
         }
@@ -243,7 +250,9 @@ fp_reduce_order_start_reload(fp_root *root)
     return 0;
 }
 
-/* Do what backward does when it comes to the units before position, which it has passed over. */
+/* Move the cursor to position. For each unit on the way, to which no gradient came here, do what a backward that came to
+ * it would do: gather it, prefetch the next one, give units their turn. Other ranks may come to it, and they issue these
+ * collectives. */
 static int
 advance(fp_root *root, Py_ssize_t position)
 {

@@ -1,4 +1,6 @@
-/* runtime/fp_reduction.c -- the reductions of a backward: started unit by unit, each taken up when the next ones start. */
+/* runtime/fp_reduction.c -- the reductions of a backward; see fp_reduction.h. A unit's reduction runs while backward
+ * computes the next unit. When the next unit's reduction starts, the second reductions of the unit before start, or its
+ * result is taken. A "half" is the second reduction, over replicas. */
 #include "runtime/fp_reduction.h"
 
 int
@@ -18,7 +20,7 @@ fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
     return status;
 }
 
-/* Start the second halves of a unit's reductions, several in one call. 1: there were some; 0; -1. */
+/* Start the second reductions of a unit (NULL: none), several in one call. 1: there was one; 0: there was none; -1. */
 static int
 start_halves(fp_unit *unit)
 {
@@ -43,7 +45,7 @@ fp_reduction_start_halves(fp_root *root)
     return start_halves(root->halfway) < 0 || start_halves(root->reducing) < 0 ? -1 : 0;
 }
 
-/* Start the second halves of a unit's reductions, or take what they have given. */
+/* Go on with the reductions of a unit (NULL: none): start the second ones if there are any, else finish them. */
 static int
 advance(fp_unit *unit)
 {
@@ -59,7 +61,7 @@ advance(fp_unit *unit)
     return status;
 }
 
-/* The same for the units whose reductions were started before this one's. */
+/* Go on with the reductions that started before those of this unit. */
 static int
 advance_previous(fp_unit *unit)
 {
@@ -70,6 +72,7 @@ advance_previous(fp_unit *unit)
     return (root->halfway != unit && advance(root->halfway) < 0) || advance(root->reducing) < 0 ? -1 : 0;
 }
 
+/* Start one reduction, and nothing else. */
 static int
 start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
@@ -80,7 +83,7 @@ start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, i
                                        how_far);
 }
 
-/* After some were started: go on with those before. */
+/* Reductions of this unit have started: go on with those before, and note the unit as the last one. */
 static int
 follow(fp_unit *unit)
 {
@@ -98,7 +101,7 @@ follow(fp_unit *unit)
 int
 fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    return fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
+    return fp_reduction_finish(unit, flat_param) < 0 || /* a reduction of another graph in this backward */
                    (how_far == FP_REDUCE_OUTER &&
                     (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
                    start(unit, flat_param, gradients, how_far) < 0

@@ -1,4 +1,5 @@
-/* runtime/fp_root.c -- the type _C.Root: what the units of a tree share. What it does is in fp_iteration.c. */
+/* runtime/fp_root.c -- the type _C.Root, which the units of a model share: its life, its methods, no_sync(). The work in
+ * an iteration is in fp_iteration.c. */
 #include "runtime/fp_root.h"
 
 #include <stddef.h>
@@ -63,7 +64,7 @@ static int
 root_clear(fp_root *root)
 {
     fp_consensus_drop(root);
-    return 0; /* its members refer to functions and settings: other cycles are broken at the units */
+    return 0; /* its other members are functions and settings: cycles through them are broken at the units */
 }
 
 static void
@@ -139,8 +140,8 @@ check_block(PyObject *block)
     return 0;
 }
 
-/* Whether gradients are reduced follows from how many blocks of no_sync are open. A block is open if its list has an item: the
- * number of resets when it began. */
+/* A block of no_sync is a list of Python. It is open while it has one item: root->resets when it began. Gradients are
+ * reduced while no block is open. */
 static PyObject *
 root_begin_no_sync(fp_root *root, PyObject *block)
 {

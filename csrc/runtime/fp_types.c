@@ -1,4 +1,4 @@
-/* runtime/fp_types.c -- see fp_types.h. */
+/* runtime/fp_types.c -- loops over units and flat parameters, and checked moves; see fp_types.h. */
 #include "runtime/fp_types.h"
 
 #include "core/fp_alloc.h"
@@ -15,7 +15,7 @@ PyObject *
 fp_root_units(const fp_root *root)
 {
     PyObject *units = NULL;
-    while (units == NULL || PyTuple_GET_SIZE(units) != root->n_units) { /* making it may collect some of them */
+    while (units == NULL || PyTuple_GET_SIZE(units) != root->n_units) { /* the allocation may collect units */
         Py_XSETREF(units, PyTuple_New(root->n_units));
         if (units == NULL) {
             return NULL;
@@ -47,7 +47,9 @@ fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param))
     return status;
 }
 
-static int /* 0 also where there is one alone, or where Python does the collectives */
+/* Call a function for the array of a unit's flat buffers. 0, without a call, for one flat parameter, or if Python does the
+ * collectives. */
+static int
 for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_ssize_t, PyObject *, int))
 {
     if (unit->n_flat_params < 2 || fp_unit_collectives(unit) != NULL) {
@@ -83,7 +85,7 @@ fp_unit_end_together(const fp_unit *unit, int what, int status)
     PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
     const int ended = for_all(unit, what, fp_flat_buffers_end);
     if (error != NULL) {
-        PyErr_SetRaisedException(error); /* instead of what ending raises */
+        PyErr_SetRaisedException(error); /* it hides an error of the end */
     }
     return ended < 0 ? -1 : status;
 }

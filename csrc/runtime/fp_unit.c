@@ -1,4 +1,5 @@
-/* runtime/fp_unit.c -- the type _C.Unit: one unit. What a forward and a backward do to it is in fp_forward.c and fp_backward.c. */
+/* runtime/fp_unit.c -- the type _C.Unit, one unit: its life, its methods for use between passes, and the functions of the
+ * module about all units. Its forward is in fp_forward.c, its backward in fp_backward.c. */
 #include "runtime/fp_unit.h"
 
 #include <stddef.h>
@@ -15,7 +16,9 @@
 
 /* ---- construction ---- */
 
-static fp_unit *full_units; /* all that stay full, of whichever module object */
+/* Borrowed; a list of all units in the process that stay gathered, by next_full. A process has one optimizer count for all
+ * module objects, so it has one list. */
+static fp_unit *full_units;
 
 static void
 enlist(fp_unit *unit)
@@ -53,7 +56,7 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (unit == NULL) {
         return NULL;
     }
-    PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
+    PyObject_GC_UnTrack(unit); /* the garbage collector must not see it before it is complete */
     unit->name = fp_as_text(name);
     unit->on_param_replaced = Py_NewRef(moved);
     unit->reason = fp_as_text(reason);
@@ -106,10 +109,11 @@ unit_clear(fp_unit *unit)
     fp_iteration_leave_root(unit);
     Py_CLEAR(unit->on_param_replaced);
     Py_CLEAR(unit->reduced);
-    return 0; /* flat parameters stay usable for hooks until the end */
+    return 0; /* flat parameters stay: hooks may use them until the unit is freed */
 }
 
-/* As autograd keeps parameters: a graph that waits for its backward has the unit until it is gone. */
+/* The last reference goes away. If a graph awaits its backward, it keeps the unit alive until the graph is freed, as
+ * autograd keeps parameters alive. */
 static void
 unit_finalize(fp_unit *unit)
 {
@@ -161,7 +165,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
         fp_free(units);
         return NULL;
     }
-    PyObject *left = Py_XNewRef(unit->root); /* owned: its end may run code, in which units join this root */
+    PyObject *left = Py_XNewRef(unit->root); /* owned: freeing it may run code, in which units may join this root */
     fp_iteration_leave_root(unit);
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         units[s] = root->units[s];
@@ -253,7 +257,7 @@ unit_alias_params(fp_unit *unit, PyObject *ignored)
     return fp_unit_each(unit, fp_flat_param_alias) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* The part whose number is the first of nargs arguments, of which n are expected. NULL with an exception set. */
+/* The flat parameter whose index is args[0]. NULL with an exception: nargs is not n, or there is no such index. */
 static fp_flat_param *
 part_of(fp_unit *unit, const char *name, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t n)
 {
@@ -360,13 +364,13 @@ is_unreduced(fp_flat_param *flat_param)
     return flat_param->shown == FP_SHOWN_UNREDUCED;
 }
 
-/* What a getter asks of each flat parameter. */
+/* A getter's question about one flat parameter. A struct, as C cannot put a function pointer into a closure. */
 typedef struct {
     int (*holds)(fp_flat_param *flat_param);
 } question;
 static question ask_written = {is_written}, ask_frozen = {is_frozen}, ask_unreduced = {is_unreduced};
 
-/* Whether the question holds for some flat parameter. */
+/* True if the question holds for some flat parameter. */
 static PyObject *
 unit_any(fp_unit *unit, void *asked)
 {
@@ -503,7 +507,7 @@ static PyMethodDef unit_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The strings of a unit, which closure tells by their offset. */
+/* The offsets of the strings that Python may set. A getter or setter gets one as closure. */
 enum { NAME = offsetof(fp_unit, name), REASON = offsetof(fp_unit, reason) };
 
 static PyObject *
@@ -589,7 +593,7 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     fp_optimizer_steps++;
     int status = 0;
     fp_unit *next = (fp_unit *)Py_XNewRef(full_units);
-    while (next != NULL) { /* what makes views anew may free other units */
+    while (next != NULL) { /* making new views may run code that frees other units */
         fp_unit *unit = next;
         status = status < 0 ? -1 : fp_unshard_hide_old(unit);
         next = (fp_unit *)Py_XNewRef(unit->next_full);

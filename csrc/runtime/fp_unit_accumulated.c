@@ -1,7 +1,7 @@
-/* runtime/fp_unit_accumulated.c -- see fp_unit_accumulated.h. */
+/* runtime/fp_unit_accumulated.c -- accumulated gradients and secondary shards for Python; see fp_unit_accumulated.h. */
 #include "runtime/fp_unit_accumulated.h"
 
-/* A list of what read gives of each flat parameter. */
+/* New list of the results of read() for each flat parameter. */
 static PyObject *
 list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
 {
@@ -43,7 +43,8 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Whether kept and owed, what set_accumulated() is given for one part, could be its: -1 with an exception. */
+/* Check the arguments of set_accumulated() for one flat parameter: a tuple of bools, one per owner; a tensor that fits, or
+ * None. -1 with ValueError or TypeError. */
 static int
 check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
 {
@@ -65,15 +66,14 @@ check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject
                : 0;
 }
 
-/* All is checked before any is set. */
+/* All flat parameters are checked before the first one is set: a refused call changes nothing. */
 PyObject *
 fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     if (fp_check_nargs("set_accumulated", nargs, 2) < 0) {
         return NULL;
     }
-    PyObject *accumulated =
-        fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, one item a part, as owed */
+    PyObject *accumulated = fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, as frozen_share */
     PyObject *frozen_share = accumulated == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "owed");
     int status = frozen_share == NULL ? -1 : fp_unit_check_idle(unit, "be given gradients");
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {

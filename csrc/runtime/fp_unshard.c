@@ -1,7 +1,8 @@
-/* runtime/fp_unshard.c -- the unsharded data of a unit: made views of, gathered, checked for what users did to them, freed.
+/* runtime/fp_unshard.c -- the unsharded data of a unit: its views, its gathers, what users write to it, its end; see
+ * fp_unshard.h.
  *
- * What was gathered in an iteration is good for that one only: the optimizer may have stepped since. What is good for longer is said
- * in fp_fresh.c. */
+ * The gathered data is valid for one iteration: an optimizer may step after it. fp_fresh.c lists the cases in which it is
+ * valid for longer. */
 #include "runtime/fp_unshard.h"
 
 #include "runtime/fp_fresh.h"
@@ -21,10 +22,11 @@ static const char *
 freed_reason(const fp_unit *unit)
 {
     PyObject *reason = unit->opaque != NULL ? unit->opaque : unit->reason;
-    return reason == NULL ? NULL : PyUnicode_AsUTF8(reason); /* each is made with that */
+    return reason == NULL ? NULL : PyUnicode_AsUTF8(reason); /* does not fail: fp_as_text() has made each */
 }
 
-/* Make the views, unless made is 0 and there are some that fit who requires grad. */
+/* Make the views of flat parameter number index. made: 1: its unsharded tensor is new, so views are made in any case; 0:
+ * only if requires_grad of the owners has changed since; -1: an error, which is passed on. */
 static int
 make_views(fp_unit *unit, Py_ssize_t index, int made)
 {
@@ -71,7 +73,8 @@ fp_unshard_make_views(fp_unit *unit, Py_ssize_t index)
     return make_views(unit, index, fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, freed_reason(unit)));
 }
 
-/* Before a gather: whoever outside has the memory keeps it and its values, unless a graph needs just them. */
+/* Before a gather: if a user holds the memory (NumPy, DLPack), leave it to him with its values, and make new memory and
+ * views. Not if a graph needs the old memory. changed: 1: the shard has other values than at the gather before. */
 static int
 renew(fp_unit *unit, Py_ssize_t index, int changed)
 {
@@ -103,6 +106,7 @@ fp_unshard_sync_user_writes(fp_unit *unit)
     return result == NULL ? -1 : 1;
 }
 
+/* -1 with StateError that names the i-th parameter. what: the end of the sentence. */
 static int
 refuse_moved(const fp_unit *unit, const fp_flat_param *flat_param, Py_ssize_t i, const char *what)
 {
@@ -166,11 +170,11 @@ fp_unshard_check_unchanged(fp_unit *unit)
                                 "changing the parameters between forward and backward");
         }
         if (fp_flat_buffer_is_changed(flat_param->flat) && fp_flat_param_take_written(flat_param, unit->name) < 0) {
-            return -1; /* which would look at the data of all views once more */
+            return -1; /* is_changed is asked first, as taking looks at the data of all views */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         if (versions != flat_param->versions) {
-            /* A graph has saved some of them, so autograd would refuse it, in words of its own */
+            /* A graph has saved some views, so autograd would refuse it with a message that names no parameter. */
             if (fp_flat_buffer_holders(flat_param->flat, fp_items(flat_param->views)) > flat_param->holders) {
                 return refuse_moved(unit, flat_param, 0, changed_between);
             }
@@ -183,7 +187,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
     return 0;
 }
 
-/* Nobody outside has freed the memory that is gathered from, or resized it. */
+/* Raise if a user has freed or resized the storage that a gather reads or writes. */
 static int
 check_memory(const fp_unit *unit)
 {
@@ -206,7 +210,8 @@ check_memory(const fp_unit *unit)
     return 0;
 }
 
-/* Begin the gathers of the flat parameters that need one; *gathered: whether any does. goes_on: those that are gathered stay. */
+/* Start the gathers of the flat parameters that need one. *gathered becomes 1 if one does. goes_on: 1: flat parameters that are
+ * gathered stay as they are. */
 static int
 gather_each(fp_unit *unit, int goes_on, int *gathered)
 {
@@ -223,7 +228,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         const int refresh = !flat_param->has_secondary_shard || (unit->stale && !root->in_backward);
         if (!refresh && fp_flat_buffer_is_gathered(flat_param->flat)) {
             flat_param->gathered = 1;
-            continue; /* it stays full and is up to date */
+            continue; /* it stays gathered, and its values are current */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         const int changed = versions != flat_param->versions;
@@ -249,7 +254,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
     return 0;
 }
 
-/* The same in one call of the group's backend, for a unit of several, where that knows how. */
+/* The same, in one call of the group's backend if it can join the gathers of several flat parameters. */
 static int
 gather_together(fp_unit *unit, int goes_on, int *gathered)
 {
@@ -269,11 +274,11 @@ start_gather(fp_unit *unit)
     if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_sync_user_writes(unit) < 0) {
         return -1;
     }
-    /* What was gathered in the capture of a CUDA graph has values when that is replayed; and its memory is the graph's. */
+    /* Data that was gathered in the capture of a CUDA graph has values in a replay only, and the graph owns its memory. */
     if (fp_fresh_is_void(unit) && fp_unshard_release(unit) < 0) {
         return -1;
     }
-    /* Only others were freed since, or could not be gathered when this was last tried. */
+    /* 1: the flat parameters that are gathered have current values: the others were freed, or their gathers failed. */
     const int goes_on = root->in_backward || (unit->state == FP_UNIT_PARTLY && unit->gather_pass == root->pass);
     if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
         return -1;
@@ -284,7 +289,7 @@ start_gather(fp_unit *unit)
     if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
     }
-    if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* a hook of the user has freed it */
+    if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* code of the user has freed it meanwhile */
         return -1;
     }
     unit->stale = 0;
@@ -296,7 +301,7 @@ start_gather(fp_unit *unit)
 int
 fp_unshard_start(fp_unit *unit)
 {
-    Py_INCREF(unit); /* looking for moved parameters may run code, and some callers have it from a list of the root's */
+    Py_INCREF(unit); /* code of the user may run, and some callers have a borrowed pointer from a list of the root */
     const int status = start_gather(unit);
     Py_DECREF(unit);
     return status;
@@ -328,12 +333,12 @@ fp_unshard_make_full(fp_unit *unit)
             if (!fp_flat_buffer_is_gathered(flat_param->flat)) {
                 PyObject *error = PyErr_GetRaisedException();
                 flat_param->gathered = 0;
-                if (fp_unshard_move(unit, FP_UNIT_FAIL) < 0) { /* a watcher has freed it meanwhile */
+                if (fp_unshard_move(unit, FP_UNIT_FAIL) < 0) { /* code that ran in the wait has freed it */
                     PyErr_Clear();
                 }
                 PyErr_SetRaisedException(error);
             }
-            return -1; /* whoever comes next waits again, or gathers what has failed */
+            return -1; /* the next call waits again, or gathers again if the gather failed */
         }
     }
     return fp_unshard_move(unit, FP_UNIT_ARRIVE);
@@ -351,7 +356,7 @@ fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
     PyObject *const *views = flat_param->views == NULL ? NULL : fp_items(flat_param->views);
     const int status = fp_flat_buffer_release(flat_param->flat, views, freed_reason(unit));
     if (status < 0 && fp_flat_buffer_is_gathered(flat_param->flat)) {
-        return -1; /* the wait was interrupted: all is as before */
+        return -1; /* the wait was interrupted: nothing has changed */
     }
     flat_param->gathered = 0;
     const fp_unit_event event = fp_unit_each(unit, is_gathered) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
@@ -372,7 +377,7 @@ fp_unshard_release(fp_unit *unit)
 int
 fp_unshard_hide_old(fp_unit *unit)
 {
-    /* KEPT: the graph that it is kept for is refused with another reason */
+    /* Not KEPT: the graph that needs the data is refused with another message. */
     const int is_free = unit->root != NULL && !unit->root->in_backward && !fp_unit_is_in_forward(unit) &&
                         (unit->state == FP_UNIT_SHARDED || unit->state == FP_UNIT_UNSHARDED);
     for (Py_ssize_t k = 0; is_free && k < unit->n_flat_params; k++) {
@@ -448,7 +453,7 @@ int
 fp_unshard_prefetch(fp_unit *target)
 {
     return fp_fresh_is_of_now(target) || !fp_unit_awaits_backward(target) ||
-                   fp_unit_is_recorded(target) /* whose nodes would read what is not there yet */
+                   fp_unit_is_recorded(target) /* nodes of a recorded graph would read it before it is gathered */
                ? 0
                : fp_unshard_start(target);
 }
