@@ -73,7 +73,7 @@ fp_unshard_make_views(fp_unit *unit, Py_ssize_t index)
     return make_views(unit, index, fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, freed_reason(unit)));
 }
 
-/* Before a gather: if a user holds the memory (NumPy, DLPack), leave it to him with its values, and make new memory and
+/* Before a gather: if a user holds the memory (NumPy, DLPack), leave it and its values alone, and make new memory and
  * views. Not if a graph needs the old memory. changed: 1: the shard has other values than at the gather before. */
 static int
 renew(fp_unit *unit, Py_ssize_t index, int changed)

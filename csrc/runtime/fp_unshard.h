@@ -37,7 +37,8 @@ int fp_unshard_frees_passed(const fp_unit *unit);
 int fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param);
 /* Start to gather a unit to which backward comes next, if it awaits its backward and is not gathered. */
 int fp_unshard_prefetch(fp_unit *target);
-/* Free the data of one flat parameter, or of all. -1 after an interrupted wait: nothing has changed. */
+/* Free the data of one flat parameter, or of all. -1 after an interrupted wait: that flat parameter and later ones are
+ * unchanged. */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param);
 int fp_unshard_release(fp_unit *unit);
 /* For units that stay gathered: if the shards have changed since the gather, reading the data raises an error from now on. */
