@@ -1,1 +1,1 @@
-"""What the ranks of a group tell each other: their collectives, what they build, and whether they live."""
+"""Messages between the ranks of a group: the collectives they issue, the units they build, the processes that end."""

@@ -1,4 +1,10 @@
-"""Collectives that Python begins, and which of them are checked: see ``trace.py``."""
+"""Issue collectives from Python and wait for them, with the checks of ``trace.py``.
+
+The C core issues the collectives of a step. Python issues the others: those of units outside of a step (``before``),
+setup collectives (``exchange``), and collectives that no trace records (``issue`` and ``wait``). The module owns the
+traces: one for each group and device type. It knows a flat parameter as ``Shared`` and no other part of a unit.
+A wait notices Ctrl-C and ranks that have ended. An interrupted wait leaves the collective running.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +42,9 @@ _traces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace | Non
 
 
 def trace_of(group: dist.ProcessGroup | None, device: torch.device) -> GroupTrace | None:
-    """The one of ``group`` for units on ``device``: a group may have a backend for each type of device.
+    """Return the trace of ``group`` for units on ``device``. A group may have one backend for each device type.
 
-    None where its ranks are no processes that could disagree.
+    None: the group has one rank, or its ranks are not processes, or it has no store and so cannot be checked.
     """
     if group is None:
         return None
@@ -54,13 +60,13 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GroupTrace | None:
         return None
     try:
         backend: Any = group._get_backend(device)
-    except RuntimeError:  # it is no backend of torch's kind
+    except RuntimeError:  # the group has no backend of torch's kind for this device
         return None
     is_wrapped, backend = unwrapped(backend) is not backend, unwrapped(backend)
     if name_of(backend) in stores.WITHOUT_STORE:
         return None
     trace = GroupTrace(group, backend, store, device.type)
-    # a wrapper's own comparison waits as long as a collective may take
+    # torch's debug wrapper compares collectives too, but only fails at the time-out: ask the other ranks before it does
     trace.core.always = int(is_wrapped or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return trace
 
@@ -75,11 +81,11 @@ os.register_at_fork(after_in_child=_end_after_fork)
 
 
 def before(part: Shared, kind: int, device: torch.device) -> GroupTrace | None:
-    """Record a collective outside of a step, on ``device``, over the ranks that share ``part``.
+    """Record a collective outside of a step, before it is issued on ``device`` over ``part.group``.
 
-    Returns: the trace to wait on, or None if the group is not checked.
-
-    Raises: OrderError, when the other ranks do another thing.
+    Args: ``kind``: one of ``_C.EVENT_*``.
+    Returns: the trace to wait on; None if the group is not checked.
+    Raises: OrderError if another rank has come to another collective.
     """
     come_back()
     number = id_of_flat_param(part)
@@ -90,7 +96,10 @@ def before(part: Shared, kind: int, device: torch.device) -> GroupTrace | None:
 
 
 def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
-    """A small one outside of a step, over the ranks that share ``part``, the first that it is about."""
+    """All-reduce a small tensor in place, outside of a step, over ``part.group``, and wait for it.
+
+    Where the collective concerns several flat parameters, ``part`` is the first.
+    """
     group = part.group
     assert group is not None
     trace = before(part, kind, tensor.device)
@@ -101,13 +110,15 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
         trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-troubled: list[
-    GroupTrace
-] = []  # whose ranks wait, maybe, for one that an exception has kept from what comes next: this
+# Traces on which this rank has reported an exception and has not gone on since; their other ranks may be waiting for it
+troubled: list[GroupTrace] = []
 
 
 def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
-    """Tell waiting ranks that ``error`` has ended a pass of the units of ``parts`` on this rank, which lives on."""
+    """Tell the ranks that share ``parts`` that ``error`` has ended a pass on this rank. Its process goes on.
+
+    Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception.
+    """
     if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
     for trace in _traces_of(parts):
@@ -117,7 +128,7 @@ def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
 
 
 def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
-    """Those that there are for the collectives of ``parts``, each with their device."""
+    """Map each existing trace of the groups of ``parts`` to the device of its flat parameter."""
     found = {}
     for part in parts:
         for group in part.groups:
@@ -128,7 +139,7 @@ def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
 
 
 def come_back() -> None:
-    """This rank goes on after what it has told by ``tell_trouble``."""
+    """Withdraw the reports of ``tell_trouble``: this rank goes on."""
     while troubled:
         troubled.pop().come_back()
 
@@ -138,11 +149,11 @@ _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # a collecti
 
 
 def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> Any:
-    """Begin a collective that is in no order, to be waited for by ``wait``: all ranks of ``group`` by this function.
+    """Begin a collective that no trace records. Returns its work, for ``wait``. All ranks of ``group`` must call this.
 
-    TORCH_DISTRIBUTED_DEBUG=DETAIL has ranks wait for each other where it begins, as NCCL has for the first one over a
-    group, and Ctrl-C cannot end that: there they meet in the store before. Raises: OrderError, when another rank cannot
-    come to it.
+    Ranks wait for each other inside torch's call with TORCH_DISTRIBUTED_DEBUG=DETAIL, and in the first collective of
+    NCCL over a group. Ctrl-C cannot end that wait, so in these cases the ranks meet in the store first.
+    Raises: OrderError if another rank cannot come to that meeting.
     """
     _connect(group, tensors[-1].device)
     return collective(*tensors, group=group, async_op=True, **options)
@@ -158,10 +169,10 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 def exchange(
     what: SetupCollective, collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any
 ) -> None:
-    """A collective of no unit, outside of a step, until the host can read what came; as ``issue`` begins it.
+    """Run a setup collective outside of a step, and wait until the host can read its result.
 
-    Once ``check_exchanges`` was called for ``group`` it is checked as those of units are. Raises: OrderError, when
-    another rank does another thing, or cannot come to it.
+    It begins as in ``issue``. After ``check_exchanges`` for ``group`` it is checked like the collectives of units.
+    Raises: OrderError if another rank has come to another collective, or cannot come to this one.
     """
     come_back()
     device = tensors[-1].device
@@ -181,10 +192,10 @@ _checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace]] = 
 
 
 def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """From now on those over these groups are checked, in the order of what units on ``device`` do.
+    """Check each later ``exchange`` over ``groups``, in one order with the collectives of units on ``device``.
 
-    All ranks of a group must call this between the same two of them: others may have an order of it or none, as ranks
-    may load models and run them alone.
+    All ranks of a group must call this between the same two exchanges. It is not done for every group: ranks may load
+    models and run them alone, and their orders would differ.
     """
     for group in groups:
         trace = trace_of(group, device)
@@ -193,7 +204,11 @@ def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -
 
 
 def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
-    """The all-gather of ``native_gather(group)``, into ``output`` ``[ranks * n]``, as ``issue`` begins it."""
+    """Begin to all-gather ``shard`` ``[n]`` into ``output`` ``[ranks * n]``. Returns its work, for ``wait``.
+
+    ``native``: from ``native_gather(group)``. Without it, or where a user has replaced the function: torch's, by
+    ``issue``.
+    """
     if native is None or is_replaced(gathering()):
         return issue(gathering(), output, shard.detach(), group=group)
     native.begin(output, shard)
@@ -201,7 +216,10 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
 
 
 def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
-    """What each rank says; the wait for it is in the store. Raises: OrderError, when one cannot come."""
+    """Wait in the store until all ranks of ``group`` are here. Returns the text ``mine`` of each, in rank order.
+
+    Ctrl-C ends the wait. Raises: OrderError if a rank has ended.
+    """
     store, ranks = store_of(group), dist.get_process_group_ranks(group)
     if store is None or len(ranks) == 1:
         return [mine]
@@ -223,11 +241,11 @@ def wait(
     is_read: bool = False,
     traces: Iterable[GroupTrace] = (),
 ) -> None:
-    """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
+    """Wait for a collective of ``issue`` or ``begin_gather``. Ctrl-C ends the wait and leaves the collective running.
 
-    ``error``: that waiting for it has raised already; ``is_read``: by the host, which waits for a device then;
-    ``traces``: that it is in nevertheless.
-    Raises: OrderError, when another rank cannot come to it.
+    Args: ``error``: an earlier wait for ``work`` has raised it; ``is_read``: the host reads the result, so wait until
+    the device has it; ``traces``: the traces that have recorded the collective.
+    Raises: OrderError if another rank cannot come to it. On NCCL the communicator is then aborted.
     """
     if work is None:
         return
@@ -236,7 +254,7 @@ def wait(
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
-    is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
+    is_absent = (lambda rank: True) if by_device else None  # a collective of NCCL does not fail when a process ends
 
     def look(has_failed: bool = False) -> None:
         for each in traces:
@@ -262,7 +280,7 @@ def wait(
         elif by_device:
             wait_for_device(work, look)
             if trace is not None:
-                trace.raise_if_closed()  # it has been aborted: there are no values
+                trace.raise_if_closed()  # the watching thread has aborted the collective: it has no result
         else:
             wait_in_slices(work, sliced, look)
     except OrderError:
@@ -279,9 +297,9 @@ def wait(
 
 
 def settle(parts: Iterable[Shared]) -> None:
-    """Wait until devices have done all that they were given, for values that are read or saved without a collective.
+    """Wait until the devices of ``parts`` are idle. Call it before shards are read or saved without a collective.
 
-    Raises: OrderError, if one has waited for a collective of ``parts`` that was aborted: there are no values.
+    Raises: OrderError if a device was waiting for a collective that was aborted: the shards are not valid then.
     """
     found = {trace: device for trace, device in _traces_of(parts).items() if trace.is_by_device}
     for device in set(found.values()):
@@ -291,9 +309,9 @@ def settle(parts: Iterable[Shared]) -> None:
 
 
 def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``mine`` of every rank of ``group``. A collective call, which waits as ``exchange`` does.
+    """Return the object ``mine`` of every rank of ``group``, in rank order. A collective call: two of ``exchange``.
 
-    Raises: ValueError on all ranks for what one of them cannot pickle.
+    Raises: ValueError on all ranks if one of them cannot pickle its object; OrderError as ``exchange`` does.
     """
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
 

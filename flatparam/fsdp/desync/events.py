@@ -1,4 +1,7 @@
-"""What a rank says of a collective that it comes to, and, in words, how what two ranks say differs."""
+"""Words for collectives: the report of one by one rank, and the difference between the reports of two ranks.
+
+``trace.py`` calls this to build its messages. The module issues no collective and calls no store.
+"""
 
 import enum
 from typing import NamedTuple
@@ -21,7 +24,7 @@ _KINDS = {
 
 
 class SetupCollective(enum.Enum):
-    """What a collective that is of no unit is for: in words."""
+    """The purposes of collectives that belong to no unit, in words for messages."""
 
     BUILDS = "builds a unit"
     SENDS_MODULES = "builds a unit that rank 0 gives values (sync_module_states)"
@@ -31,32 +34,35 @@ class SetupCollective(enum.Enum):
 
 
 _EXCHANGES = list(SetupCollective)
-_EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
+_EVENTS = 2**32 * _C.EVENT_KINDS  # the events of all units; above, a reduction adds a hash of its requires_grad flags
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must build, run, save and load in the same order, as often"
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
 
 
 class CollectiveEvent(NamedTuple):
-    """One collective as a rank reports it: ``event`` = 2 * C's event id + (1 if it is the first of an iteration)."""
+    """One collective as a rank reports it; it goes through the store as JSON.
+
+    ``event``: 2 * C's event id + (1 if the collective is the first of an iteration).
+    """
 
     rank: int
     step: int
     event: int
     what: str
-    trained: str = ""  # of a reduction: whether each parameter requires grad, 1 or 0
+    trained: str = ""  # for a reduction: one digit a parameter, 1 if it requires grad
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
 
 
 def encode(exchange: SetupCollective) -> int:
-    """That of a collective that is of no unit."""
+    """Return C's event id of a setup collective."""
     return _EXCHANGES.index(exchange) * _C.EVENT_KINDS + _C.EVENT_EXCHANGES
 
 
 def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> CollectiveEvent:
-    """Of an event of ``_C.CollectiveTrace``, whose units are in ``ids``."""
+    """Return the report of ``event`` of a ``_C.CollectiveTrace``. ``ids``: the units of the same group."""
     number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
@@ -71,7 +77,7 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
 
 
 def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) -> tuple[str, str]:
-    """How two posts of one collective differ, and what to do."""
+    """Return how two ranks' reports of one collective differ, and what to do about it."""
     one, other = sorted((first, second))
     if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
         return _trained_by_one(ids, one, other), _TRAINED
@@ -102,5 +108,5 @@ def _is_exchange(post: CollectiveEvent) -> bool:
 
 
 def _number(post: CollectiveEvent) -> int:
-    """Of the unit, in the register."""
+    """Return the id of the flat parameter in ``UnitIds``."""
     return post.event // 2 % _EVENTS // _C.EVENT_KINDS

@@ -1,8 +1,12 @@
-"""What a rank that waits for others can learn of their processes: which has ended, with which error; which is stopped.
+"""Whether the processes of other ranks live: which has ended, with which error, and which is stopped.
 
-A rank that ends with an exception posts it in the world's store and stays until the others have read it: its process
-may have the store. A rank that ends without a word is missed by those on its machine, and by others as it answers no
-calls; a thread in C answers them, so a rank that computes, or holds the GIL, is not taken for one that is stopped.
+A rank that ends with an exception posts it in the world's store. It then stays until the others have read the post,
+since its process may host the store. If a process ends without a post, ranks on its machine find its process missing,
+and ranks elsewhere get no answer to their calls. A thread in C answers calls, so a rank that computes or holds the GIL
+counts as alive.
+
+Each wait of ``desync`` and of checkpoints asks ``board()``. The module owns the health boards, one for each world, and
+the hooks at the end of a process (``sys.excepthook``, ``atexit``, ``multiprocessing``). It does not know collectives.
 """
 
 import atexit
@@ -29,16 +33,17 @@ from ..errors import OrderError, StoreGoneError
 from ..names import printable
 from .stores import Store, reaching, store_of, store_of_world
 
-READING = 2.0  # seconds in which the others read what a rank has to say before it goes
-_ANSWERING = 1.6  # seconds in which a process that lives answers
-_LENGTH = 1000  # of an error's message
+READING = 2.0  # seconds that a rank stays, so that the others can read its post
+_ANSWERING = 1.6  # seconds in which a live process answers a call
+_LENGTH = 1000  # characters of an error's message in a post
 
 
 class HealthBoard:
-    """What the ranks of a world post in its store, and whether they are alive.
+    """The posts of a world's ranks in its store, and the search for ranks that have ended.
 
-    ``beat``: seconds without a sign of life after which a process counts as stopped; 0: never; ``own``: over a
-    connection of its own.
+    Args: ``beat``: seconds without a sign of life after which a process counts as stopped, 0: never; ``own``: open
+    another connection to the store, so that no wait of another thread delays the board.
+    Methods raise StoreGoneError if the store cannot be reached.
     """
 
     def __init__(self, world: dist.ProcessGroup, beat: float, own: bool):
@@ -49,21 +54,24 @@ class HealthBoard:
 
     @reaching()
     def join(self) -> None:
-        """All ranks that use the board come to this alike, in each world; none may have imported us before."""
+        """Use the keys of this world from now on. All ranks that use the board call this, in each world.
+
+        A board that is not joined answers calls, but must not post: its keys would have no generation.
+        """
         if not self._is_joined:
             self.native.join(generation_of_world())
             self._is_joined = True
 
     @reaching()
     def enter(self) -> None:
-        """From now on this rank reads what others post."""
+        """Count this rank among the readers of posts: a rank that ends waits for all of them."""
         if not self._is_member:
             self._is_member = True
             self.native.enter()
 
     @reaching()
     def report(self, text: str) -> None:
-        """Let the others know why this rank ends, and wait until they do, but not for long."""
+        """Post why this rank ends, and wait until the others have read it, at most ``READING`` seconds."""
         text = printable(text).replace("\0", "\\0")
         number = self.native.post(text)
         if self.native.number("members") == 0 and torch_flat_param.FlatParamHandle.__module__.startswith("flatparam."):
@@ -75,17 +83,20 @@ class HealthBoard:
     def find_dead(
         self, ranks: Iterable[int], waited: float, is_absent: Callable[[int], bool] | None = None
     ) -> str | None:
-        """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds.
+        """Return why one of ``ranks`` has ended or is stopped; None: all of them seem to live.
 
-        ``is_absent``: true if a rank has not reached this wait. Needed where a dead process does not make the
-        collective fail: the store, NCCL.
+        Args: ``waited``: seconds that this rank has waited; after long waits the others are called; ``is_absent``: true
+        if a rank has not reached this wait. Needed where a dead process does not make the wait fail: the store, NCCL.
         """
         self.native.look(waited, is_absent is not None)
         return self._of(ranks, is_absent)
 
     @reaching()
     def diagnose(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
-        """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
+        """Like ``find_dead``, for a rank whose collective has failed; look for ``READING`` seconds.
+
+        ``look``: called meanwhile; raises if it finds another explanation.
+        """
         call = self.native.call()
         begin, found = time.monotonic(), None
         while found is None and time.monotonic() - begin < READING:
@@ -102,7 +113,7 @@ class HealthBoard:
         return found
 
     def count_dead(self, ranks: Iterable[int]) -> int:
-        """How many of ``ranks`` are known not to come any more."""
+        """Return how many of ``ranks`` are known to have ended."""
         said = self.native.said()
         return sum(rank in said for rank in ranks)
 
@@ -117,7 +128,7 @@ _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDic
 
 
 def _process_began() -> float:
-    """When, by the clock; where the system does not say: now."""
+    """Return the time in seconds of the wall clock at which this process began; where the system does not say: now."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -125,11 +136,13 @@ def _process_began() -> float:
     return time.time()
 
 
-_since = _process_began()  # or its world, which ranks that have imported us sooner have appeared in before
+# When this process, or after a destroyed world the next one, began: signs of life from before belong to another world.
+# It is not the time of the import, as other ranks may have imported flatparam, and appeared, sooner
+_since = _process_began()
 
 
 def board() -> HealthBoard | None:
-    """That of the world; None where there are no other processes."""
+    """Return the world's board, joined; None: there are no other processes, or their group has no store in C++."""
     ours = _appeared()
     if ours is not None:
         ours.join()
@@ -137,7 +150,7 @@ def board() -> HealthBoard | None:
 
 
 def _appeared() -> HealthBoard | None:
-    """The same, on which this rank can be found, and may not have come to what the others do."""
+    """Return the world's board, perhaps not joined. Other ranks can find this one there."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
@@ -149,19 +162,19 @@ def _appeared() -> HealthBoard | None:
 def _made(world: dist.ProcessGroup) -> HealthBoard | None:
     beat = _heartbeat()
     try:
-        store_of_world().value_at("flatparam")  # a new connection would try for minutes to reach a store that is gone
+        store_of_world().value_at("flatparam")  # fails at once if the store is gone; a new connection tries for minutes
         with reaching():
             ours = HealthBoard(world, beat, own=True)
             ours.native.appear(_since)
         return ours
     except OrderError:
         raise
-    except RuntimeError:  # a kind of group that has no store in C++
+    except RuntimeError:  # this kind of group has no store in C++
         return None
 
 
 def enter() -> None:
-    """This rank is about to build, or has loaded, what it shares with others. Raises: OrderError without a store."""
+    """Enter the world's board: a unit is about to be built, or was unpickled. Raises: OrderError without a store."""
     if (ours := board()) is not None:
         ours.enter()
         _watch_excepthook()
@@ -169,7 +182,7 @@ def enter() -> None:
 
 
 def generation_of_world() -> str:
-    """A name that no world before it had in its store: each rank counts alike."""
+    """Return the world's generation, the same on all ranks: each counts in the store how often it had a world."""
     world: Any = dist.group.WORLD
     if world not in _lives:
         _lives[world] = str(store_of_world().add(f"flatparam/worlds of {dist.get_rank()}", 1))
@@ -177,10 +190,10 @@ def generation_of_world() -> str:
 
 
 def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
-    """One that each of ``ranks`` sets, or until the store's own time-out; Ctrl-C ends it.
+    """Wait until each of ``ranks`` has set its key in ``keys``, or until the store's time-out. Ctrl-C ends the wait.
 
-    ``takes_long``: they may need more than that, and are waited for as long as they answer.
-    Raises: OrderError, when one of them cannot any more.
+    ``takes_long``: wait beyond the time-out, as long as the ranks answer calls.
+    Raises: OrderError if one of the ranks has ended before it set its key.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     key_of = dict(zip(ranks, keys, strict=True))
@@ -197,13 +210,13 @@ def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_
 
 
 class Meetings:
-    """Where ranks wait for each other in ``store``, so that Ctrl-C ends the wait; who came in vain comes again."""
+    """Numbered meetings of ranks in ``store``. Ctrl-C ends a wait; the next call comes to the same meeting again."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name, self._number = store, name, 0
 
     def meet(self, ranks: Sequence[int], mine: str = "is here") -> list[str]:
-        """What each of ``ranks`` says in its call of the same number. Raises: OrderError, when one cannot come."""
+        """Wait for ``ranks``, and return the text ``mine`` of each, in order. Raises: OrderError if one has ended."""
         self._store.set(self._key(dist.get_rank()), mine)
         keys = [self._key(rank) for rank in ranks]
         wait_for_keys(self._store, keys, ranks)
@@ -212,7 +225,7 @@ class Meetings:
         return said
 
     def forget(self) -> None:
-        """Delete what this rank has said in the meeting before the last, to which all ranks have come."""
+        """Delete this rank's text of the meeting before the last: all ranks came to the last, so they have read it."""
         if self._number > 1:
             self._store.delete(self._key(dist.get_rank(), 2))
 
@@ -221,7 +234,7 @@ class Meetings:
 
 
 def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
-    """Or until it has taken this long, or the store is gone."""
+    """Wait until ``is_so()``, at most for ``seconds``, or until the store is gone."""
     begin = time.monotonic()
     with contextlib.suppress(StoreGoneError):
         while not is_so() and time.monotonic() - begin < seconds:
@@ -241,17 +254,17 @@ def _heartbeat() -> float:
 
 # How a rank ends
 
-_rank_process = os.getpid()  # not those that a rank forks
-_hooks: list[Any] = [None]  # ours, the last one outermost
+_rank_process = os.getpid()  # a child that a rank forks has another id, and reports nothing
+_hooks: list[Any] = [None]  # our hooks in sys.excepthook, the last one outermost
 
 
 def _ends_with(error: BaseException | None) -> None:
-    """This process is about to end with ``error``."""
-    while isinstance(error, SystemExit):  # as torch.multiprocessing.spawn does it
+    """Report ``error``, with which this process is about to end, once. Never raises: the user's error comes first."""
+    while isinstance(error, SystemExit):  # torch.multiprocessing.spawn exits in the handler of the user's error
         error = (error.__cause__ or error.__context__) if error.code else None
     if error is None or os.getpid() != _rank_process or getattr(error, "_flatparam_posted", False):
         return
-    with contextlib.suppress(Exception):  # what is wrong is the user's error
+    with contextlib.suppress(Exception):  # the user must see the first error, not one of the report
         error._flatparam_posted = True  # type: ignore[attr-defined]
         ours = ([one for one in list(_boards.values()) if one is not None] or [_board_at_end()])[-1]
         ours.join()
@@ -259,7 +272,7 @@ def _ends_with(error: BaseException | None) -> None:
 
 
 def _board_at_end() -> HealthBoard:
-    """Of a rank that has built nothing, over the connection that there is: nothing is begun any more."""
+    """Return a board for a rank that has built nothing, over the existing connection: no thread is started any more."""
     world: Any = dist.group.WORLD
     ours = HealthBoard(world, 0.0, own=False)
     ours.join()
@@ -267,7 +280,7 @@ def _board_at_end() -> HealthBoard:
 
 
 def describe(error: BaseException, rank: int, since: str) -> str:
-    """What the others are told of ``error``, after which ``rank`` does as ``since`` says."""
+    """Return the message about ``error`` for the other ranks. ``since``: what became of ``rank``, in words."""
     if isinstance(error, OrderError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -278,18 +291,18 @@ def describe(error: BaseException, rank: int, since: str) -> str:
 
 
 class _Watch(NamedTuple):
-    """What a thread that looks after other ranks is for."""
+    """The board and the trace that a watching thread serves."""
 
     board: HealthBoard
-    has_lost: Callable[[], bool]  # whether values are lost of which no call has raised
+    has_lost: Callable[[], bool]  # whether values are lost and no call has raised an error for that
 
 
 _watching: "weakref.WeakKeyDictionary[threading.Thread, _Watch]" = weakref.WeakKeyDictionary()
-_ended: list[_Watch] = []  # that have found such a loss
+_ended: list[_Watch] = []  # those whose thread has ended because it found such a loss
 
 
 def watch(board: HealthBoard, look: Callable[[], object], has_lost: Callable[[], bool]) -> None:
-    """Call ``look`` in a thread of its own, which ends when ``board`` is stopped, or with what it has found."""
+    """Call ``look`` in a new daemon thread. ``look`` returns when ``board`` is stopped, or when it finds a problem."""
 
     def run() -> None:
         look()
@@ -302,32 +315,38 @@ def watch(board: HealthBoard, look: Callable[[], object], has_lost: Callable[[],
 
 
 def is_watching() -> bool:
-    """Whether this is such a thread, of which no user sees what it raises."""
+    """Whether this thread was started by ``watch``: the user does not see exceptions that it raises."""
     return threading.current_thread() in _watching
 
 
 def stop_answering() -> None:
-    """This process ends: no thread shall look into a store any more."""
+    """Stop the threads of all boards and watches, before this process ends."""
     for board in [*_boards.values(), *(one.board for one in _watching.values())]:
         if board is not None:
             board.native.stop()
     for thread in list(_watching):
-        thread.join(READING)  # one that comes to the interpreter after its end would abort the process
+        thread.join(READING)  # a thread that takes the GIL after the interpreter's end would abort the process
 
 
 def before_silence(call: Callable[[], object]) -> None:
-    """Have a child of multiprocessing make this call when it ends, while it answers: it joins threads only later."""
+    """Call ``call`` when a child of ``multiprocessing`` ends, while its thread still answers other ranks.
+
+    Without it the child would stop answering first, and join its threads afterwards.
+    """
     _children.join_in()
     _children.calls.add(call)
 
 
 def _has_lost() -> bool:
-    """Whether this process may not end as if all were well. A thread may not have come back from an abort yet."""
+    """Whether values are lost and no call has raised an error for that: then the exit status must not be 0.
+
+    Running threads are asked too: one may not have returned from its abort yet.
+    """
     return any(one.has_lost() for one in [*_ended, *_watching.values()])
 
 
 def _watch_excepthook() -> None:
-    """Around torch's: that one prints nothing before those that it calls have ended."""
+    """Put our hook outermost in ``sys.excepthook``, around torch's: the error is printed before the rank waits."""
     before = sys.excepthook
     if before is _hooks[-1]:
         return
@@ -342,7 +361,7 @@ def _watch_excepthook() -> None:
 
 
 def _finish(error: object = None) -> None:
-    """This rank comes to no collective of its world any more, unless ``error`` is the reason."""
+    """Say on each board that this rank has finished. Not with an ``error``, which ``_ends_with`` reports."""
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
         return
     for ours in list(_boards.values()):
@@ -353,7 +372,7 @@ def _finish(error: object = None) -> None:
 
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
-    _ends_with(error)  # of a rank that had no model yet
+    _ends_with(error)  # a rank without a model has no hook yet
     _finish(error)
     stop_answering()
     if _has_lost():
@@ -361,15 +380,15 @@ def _at_exit() -> None:
 
 
 class _Children:
-    """Processes of multiprocessing run neither exit functions nor sys.excepthook."""
+    """The end of processes of ``multiprocessing``, which run neither ``atexit`` functions nor ``sys.excepthook``."""
 
     def __init__(self) -> None:
         self._process = 0
-        self.calls: set[Callable[[], object]] = set()  # while it answers
+        self.calls: set[Callable[[], object]] = set()  # made at the end, while its thread still answers
 
     def begin(self) -> None:
         global _rank_process, _since
-        if not dist.is_initialized():  # else a rank has forked it
+        if not dist.is_initialized():  # else a rank has forked this process, and it is no rank
             _rank_process, _since = os.getpid(), time.time()
             _watching.clear()
             _ended.clear()
@@ -378,12 +397,12 @@ class _Children:
     def join_in(self) -> None:
         if multiprocessing.parent_process() is not None and self._process != os.getpid():
             self._process = os.getpid()
-            self.calls = set()  # not those of the process that has forked it
+            self.calls = set()  # a forked process inherits its parent's
             multiprocessing.util.Finalize(None, self._end, exitpriority=100)
             multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after those of others
 
     def _end(self) -> None:
-        _ends_with(sys.exc_info()[1])  # first: the others shall not wait for what this one waits for
+        _ends_with(sys.exc_info()[1])  # first, since the calls may wait, and the others should not wait with them
         for call in self.calls:
             call()
         _finish(sys.exc_info()[1])
@@ -404,16 +423,16 @@ multiprocessing.util.register_after_fork(_children, _Children.begin)
 
 
 def _appear() -> None:
-    """Let other ranks find this one: it may end, or be stopped, before it comes to anything of ours."""
-    with contextlib.suppress(Exception):  # what is wrong is said where the board is needed
+    """Let other ranks find this one already now: it may end or be stopped before it builds a unit."""
+    with contextlib.suppress(Exception):  # the same error comes where the board is needed
         _appeared()
 
 
 def _watch_worlds() -> None:
-    """Appear in each world of this process as soon as it is made. Nothing of torch's tells that."""
+    """Appear in each world of this process as soon as it is made. torch has no hook for that, so wrap its function."""
     c10d: Any = dist.distributed_c10d
     before = getattr(c10d, "_update_default_pg", None)
-    if before is None:  # this torch has none
+    if before is None:  # this torch has no such function
         return
 
     @functools.wraps(before)

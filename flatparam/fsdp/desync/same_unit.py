@@ -1,6 +1,8 @@
-"""Whether all ranks have built the same unit: found out before they talk past each other.
+"""Compare a unit over its ranks while it is built, before ranks that differ could hang in its collectives.
 
-The first thing that a unit says to other ranks is this, so a rank that cannot build its unit says so here.
+The comparison is a unit's first collective, so a rank that cannot build its unit reports that in it. The wrapper and
+LayerZero's handle call this module. It receives a unit in words (``Described``) and knows neither parameters nor
+modules. It also makes the gloo group over which ranks exchange flags on the host, for ``placement.py``.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from .events import SetupCollective
 from .stores import Store, store_of
 from .unit_ids import UnitIds, ids_of
 
-_SAID = 4  # words of 8 bytes in the digest of what a rank says
-_TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
-_PATIENCE = 2.0  # seconds in which the others are expected
+_SAID = 4  # words of 8 bytes in the digest of a description
+_TOLD = "_flatparam_told"  # an attribute of errors that all ranks raise
+_PATIENCE = 2.0  # seconds to wait for the other ranks without a warning
 
 _Result = TypeVar("_Result")
 
 
 class Agreed(NamedTuple):
-    """What ranks have found out about a unit: its numbers, and which of its values differ, see ``Unit.apart``."""
+    """The result of the comparison: the unit's ids, and by FQN the two ranks whose values of a parameter differ."""
 
     numbers: dict[UnitIds, int]
     mismatched: dict[str, list[int]]
@@ -46,12 +48,13 @@ def check_same_unit(
     inner: dist.ProcessGroup | None,
     digests: Callable[[], dict[str, int]],
 ) -> Agreed:
-    """Compare a unit over ``groups``, which it is spread over. A collective call of 48 bytes for each.
+    """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
 
-    ``inner``: a group whose ranks are all in one of ``groups``, and which numbers the unit too; ``digests``: of each
-    parameter's values, by FQN; empty: values are not compared; not called if there is nobody to compare with.
-    Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0, or the
-    rank that could not build its unit and why.
+    Args: ``inner``: another group that needs an id of the unit; its ranks are all in one of ``groups``; ``digests``:
+    returns the digest of each parameter's values by FQN, or nothing if values are not to be compared; not called if
+    every group has one rank.
+    Raises: ValueError on all ranks alike. It names the first rank and parameter that differ from those of the group's
+    first rank, or the rank that could not build its unit and the reason. Different values raise nothing here.
     """
     alone = all(dist.get_world_size(group) == 1 for group in groups)
     values = _Values({} if alone else digests())
@@ -67,14 +70,14 @@ def check_same_unit(
 
 
 def _told(problem: str) -> ValueError:
-    """An error that all ranks know of."""
-    error = ValueError(problem)  # not kept by the frame that raises it, which has the module
+    """Return an error that all ranks raise, marked so that ``telling`` does not report it again."""
+    error = ValueError(problem)  # made here: a local variable of the raising frame would keep the module alive
     vars(error)[_TOLD] = True
     return error
 
 
 class _Values:
-    """The values that a unit's parameters have at the beginning, as digests. ``apart``: those that differ."""
+    """Digests of the first values of a unit's parameters, and by FQN the two ranks that differ (``mismatched``)."""
 
     def __init__(self, digests: dict[str, int]):
         self.mismatched: dict[str, list[int]] = {}
@@ -82,7 +85,7 @@ class _Values:
 
     @property
     def word(self) -> bytes:
-        """The same on all ranks that have the same values, and know of the same differences."""
+        """A digest, equal on ranks that have the same values and have found the same differences so far."""
         return hashlib.sha256(repr((self._digests, sorted(self.mismatched))).encode()).digest()[:8]
 
     def explain(self, group: dist.ProcessGroup) -> None:
@@ -100,18 +103,20 @@ class _Values:
 
 @contextlib.contextmanager
 def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
-    """An exception in the block is told to the ranks that are about to compare the unit: they raise one too.
+    """Report an exception of the block to the ranks that are about to compare the unit: they raise a ValueError.
 
-    ``groups``: over which they will; the block changes them, to none when they have. Collective calls of this rank
-    alone stand for theirs, so they must be about to. Raises: what the block does.
+    ``groups``: the groups of the coming comparison, or none. The block keeps the list up to date: it empties it after
+    the comparison. The report takes part in the other ranks' ``check_same_unit``, so it must be their next collective.
+    Raises: the exception of the block.
     """
     try:
         yield
     except Exception as error:
-        if groups and _TOLD not in vars(error) and not isinstance(error, OrderError):  # that all ranks raise
+        # all ranks raise an OrderError, or an error that is marked: there is nobody to tell
+        if groups and _TOLD not in vars(error) and not isinstance(error, OrderError):
             vars(error)[_TOLD] = True
             said = f"rank {dist.get_rank()} could not build its unit: {type(error).__name__}: {error}"
-            with contextlib.suppress(RuntimeError):  # they are gone
+            with contextlib.suppress(RuntimeError):  # the other ranks have ended
                 _compare(said, groups, {})
         raise
 
@@ -119,9 +124,10 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
 def _compare(
     said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[UnitIds, int], values: _Values | None = None
 ) -> str | None:
-    """What is wrong, on all ranks of a group the same; None: nothing. A str is said by a rank that has an error.
+    """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
-    An error goes on to the ranks of the next group, which cannot know of it.
+    ``said``: the description, or a str from a rank that has an error. A problem in one group is what this rank says in
+    the next: the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group.
     """
     for group in groups:
         everyone = _tell(said, group, bytes(8) if values is None else values.word)
@@ -136,7 +142,10 @@ def _compare(
 
 
 def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[list[int]]:
-    """What each rank of ``group`` says: the digest of it, ``word``, and a number that no other rank has."""
+    """Gather 6 int64 words from each rank of ``group``: 4 of the digest of ``said``, ``word``, and a random number.
+
+    The first rank's random number becomes the group's generation.
+    """
     digest = digest_of_said(said)
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
     mine = torch.tensor(
@@ -162,10 +171,11 @@ def _is_same(everyone: list[list[int]], words: slice) -> bool:
 
 
 def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup) -> None:
-    """Compare over ``group`` what its ranks are about to build. A collective call of 48 bytes if they agree.
+    """Compare the descriptions of all ranks of ``group``. A collective call: 48 bytes a rank if they agree.
 
-    ``problem``: why this rank cannot build it. Raises: it, or ValueError, on all ranks alike, naming the first rank
-    that has one, or the first name in which a rank differs from the first.
+    ``problem``: why this rank cannot build its part.
+    Raises: on all ranks alike: ``problem`` on the rank that has it, else ValueError. It names the first rank with a
+    problem, or the first name in which a rank differs from the group's first.
     """
     refusal = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
     found = _compare(refusal if problem else described, [group] if dist.get_world_size(group) > 1 else [], {})
@@ -173,25 +183,25 @@ def check_described(described: Described, problem: Exception | None, group: dist
         if problem is not None:
             raise problem
     finally:
-        problem = None  # it has this frame, and the caller's
+        problem = None  # the exception refers to this frame: break the cycle
     if found is not None:
         raise ValueError(found)
 
 
 def _warn_of_waiting(said: str) -> None:
-    """For ranks that may never come: then the error must be seen nevertheless. By a thread."""
-    with contextlib.suppress(UserWarning):  # where warnings are errors
+    """Show the error before the other ranks have come, as they may never come. Runs in a timer's thread."""
+    with contextlib.suppress(UserWarning):  # warnings may be errors
         warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
 
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
-_CONNECTING = datetime.timedelta(seconds=30)  # where nobody has said that there is a network for gloo
+_CONNECTING = datetime.timedelta(seconds=30)  # to connect gloo, where the user's group does not use it
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """One of the same ranks, over which they tell each other things on the host; None where they cannot.
+    """Return a gloo group with the ranks of ``group``, for messages on the host; None: there is no network for it.
 
-    A collective call, the first time over a group, for ranks that have compared a unit over it.
+    The first call over a group is collective, for ranks that have compared a unit over it. Later calls return the same.
     """
     if group not in _hosts:
         store = store_of(group)
@@ -200,15 +210,17 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup | None:
-    """One of gloo that is ours alone: others use the one that was given in threads of theirs, as torch's asynchronous
-    checkpoints do. None, and a warning, where that has no gloo and a rank finds no network for one.
+    """Make a gloo group that nobody else uses. Other threads may use the gloo of ``group`` (torch's asynchronous
+    checkpoints), and the order of collectives in it would differ between ranks.
+
+    Returns None, with a warning, if ``group`` has no gloo and a rank finds no network for it.
     """
-    meet(group)  # Ctrl-C, and the end of another rank, ends this wait; not that for gloo's connections
+    meet(group)  # Ctrl-C and a rank that has ended interrupt this wait; they cannot interrupt gloo's connecting
     cpu, name = torch.device("cpu"), f"flatparam {ids_of(group).generation}"
-    if is_sliced(group, cpu):  # its network is there
+    if is_sliced(group, cpu):  # it uses gloo, so the network works
         timeout = unwrapped(group._get_backend(cpu)).options._timeout
         return gloo_beside(group, store.raw, name, timeout, connecting=timeout)
-    _, lacking = _on_all_ranks(group, check_gloo)  # so that no rank tries to connect to one that cannot
+    _, lacking = _on_all_ranks(group, check_gloo)  # first: no rank may wait for a connection to a rank without network
     if lacking is None:
         timeout = dist.constants.default_pg_timeout
         made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store.raw, name, timeout, _CONNECTING))
@@ -223,7 +235,7 @@ def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup 
 
 
 def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
-    """What ``call`` returns, and the first rank on which it finds no network for gloo, with the reason."""
+    """Call ``call`` on all ranks of ``group``. Returns its result, and words for the first rank on which it failed."""
     result: _Result | None = None
     problem = ""
     try:
@@ -235,7 +247,7 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
 
 
 def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
-    """The first error, or else difference from the group's first rank. A collective call."""
+    """Return the first rank's error, else the first difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
     everyone = gather_objects(SetupCollective.BUILDS, said, group)
     for other in everyone:

@@ -1,4 +1,8 @@
-"""The stores of process groups: every call of one is made here, so that a store that is gone is told in one way."""
+"""The stores of process groups. Every call of a store in Python is made here.
+
+A lost store is thus always a StoreGoneError, and no call waits for another rank, so Ctrl-C is noticed. The rest of
+``desync`` and ``flatparam/checkpoint/rendezvous.py`` use it. It does not know the meaning of keys.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
 @contextlib.contextmanager
 def reaching() -> Iterator[None]:
-    """For a block, or a function, that calls a store. Raises: StoreGoneError, where the store cannot be reached."""
+    """Turn torch's store errors in a block or a function into StoreGoneError."""
     try:
         yield
     except _ERRORS as error:
@@ -27,29 +31,32 @@ def reaching() -> Iterator[None]:
 
 
 class Store:
-    """One of torch's, of which no call waits for another rank. Each may raise StoreGoneError."""
+    """A store of torch, with the calls that do not wait for another rank. Each may raise StoreGoneError."""
 
     def __init__(self, raw: dist.Store):
-        self.raw = raw  # for torch, which makes groups with it
+        self.raw = raw  # torch's own, to make groups with
 
     def below(self, prefix: str) -> Store:
-        """The same one, where all keys have ``prefix``."""
+        """Return the same store with ``prefix`` before all keys."""
         return Store(dist.PrefixStore(prefix, self.raw))
 
     def own_connection(self) -> Store:
-        """One that does not wait until another thread's ``store.wait()`` or ``get()`` has ended."""
-        self.check([_NOTHING])  # a new connection would try for minutes to reach a store that is gone
+        """Return the store over another connection; this one where its kind has no clone.
+
+        A connection is locked during another thread's ``wait()`` or ``get()``; the new one is not.
+        """
+        self.check([_NOTHING])  # fails at once if the store is gone; a new connection tries for minutes
         try:
             with reaching():
                 return Store(self.raw.clone())  # type: ignore[attr-defined]
         except StoreGoneError:
             raise
-        except RuntimeError:  # a kind that has none
+        except RuntimeError:  # this kind of store has no clone
             return self
 
     @property
     def time_out(self) -> datetime.timedelta:
-        """After which torch's own waits end."""
+        """The time after which torch's own waits end."""
         found: datetime.timedelta = getattr(self.raw, "timeout", dist.constants.default_pg_timeout)
         return found
 
@@ -59,27 +66,27 @@ class Store:
 
     @reaching()
     def add(self, key: str, number: int) -> int:
-        """What is at ``key`` then."""
+        """Add ``number`` to the number at ``key``, and return the sum."""
         return self.raw.add(key, number)
 
     @reaching()
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Whether all ``keys`` exist."""
         return self.raw.check(keys)
 
     @reaching()
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """What is at ``key`` then: ``desired``, where ``expected`` was (empty: nothing), else what was there."""
+        """Set ``key`` to ``desired`` if its value is ``expected`` (empty: no such key). Returns the value then."""
         return self.raw.compare_set(key, expected, desired).decode()
 
     def value_at(self, key: str) -> str:
-        """What is there; empty: nothing. In one call, as another rank may delete it between two."""
-        said = self.compare_set(key, _NOTHING, _NOTHING)  # which changes nothing, and waits for nobody
+        """Return the value at ``key``; empty: no such key. In one call: another rank may delete the key between two."""
+        said = self.compare_set(key, _NOTHING, _NOTHING)  # unlike get(), this does not wait for a missing key
         return "" if said == _NOTHING else said
 
     @reaching()
     def values_at(self, keys: Sequence[str]) -> list[str]:
-        """Of keys that are there."""
+        """Return the values of ``keys``, all of which exist."""
         return [value.decode() for value in self.raw.multi_get(list(keys))]
 
     @reaching()
@@ -91,18 +98,18 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.Weak
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """That of a group whose ranks are processes."""
+    """Return the store of ``group``; None: it has none, or its ranks are not processes."""
     _, raw = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return None if raw is None or dist.get_backend(group) in WITHOUT_STORE else Store(raw)
 
 
 def store_of_world() -> Store:
-    """That with which the world was made."""
+    """Return the store with which the world was made."""
     return Store(dist.distributed_c10d._get_default_store())
 
 
 def connection_of_world() -> Store:
-    """The same over a connection of ours, made once: later the store may be gone while it is made."""
+    """Return the world's store over another connection. It is made once: later the store may be gone."""
     world: Any = dist.group.WORLD
     if world not in _connections:
         _connections[world] = store_of_world().own_connection()

@@ -1,6 +1,8 @@
-"""Collectives through ``torch.distributed``, for groups that C++ does not know and for functions that were replaced.
+"""Collectives through ``torch.distributed``, for groups that C++ cannot find and for functions that were replaced.
 
-The C core calls them as ``name(output, input, group)`` and waits for nothing afterwards.
+The C core (``_C.Root``) calls them as ``name(output, input, group)`` and does not wait afterwards: they return when the
+result is valid for the current stream. ``Hooked`` and ``Faked`` stand in for the module with a communication hook, and
+where the user leaves collectives out to measure time. The module does not know units.
 """
 
 import functools
@@ -17,14 +19,14 @@ from ...common.torch_private import default_hooks
 if TYPE_CHECKING:
     from .trace import GroupTrace
 
-# (namespace, name, torch's function): once one of them is another, the Python way is taken.
+# (namespace, name, torch's function): C compares them, and takes the functions of this module once one was replaced
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
     (vars(dist), name, torchs(name)) for names in NAMES.values() for name in names if name in vars(dist)
 )
 
 
 def _function(kind: str) -> Callable[..., Any]:
-    """The function that was replaced, else the first that this torch has."""
+    """Return the function of ``kind`` that a user has replaced, else the first that this torch has."""
     known = [entry for entry in WATCHED if entry[1] in NAMES[kind]]
     name = next((name for space, name, function in known if space.get(name) is not function), known[0][1])
     function: Callable[..., Any] = getattr(dist, name)
@@ -32,9 +34,9 @@ def _function(kind: str) -> Callable[..., Any]:
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, trace: "GroupTrace | None" = None) -> None:
-    """``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order.
+    """Gather ``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order.
 
-    ``trace``: was told of it, and waits for it where no function of torch's was replaced.
+    ``trace``: has recorded the collective. The trace waits for it, unless a user has replaced torch's function.
     """
     function = _function("all_gather")
     if trace is None:
@@ -49,21 +51,21 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, trace: "
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over ranks of ``whole`` ``[world size * n]``: this rank's part into ``output`` ``[n]``."""
+    """Sum ``whole`` ``[world size * n]`` over the ranks, and write this rank's part to ``output`` ``[n]``."""
     _function("reduce_scatter")(output, whole, group=group)
 
 
 def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over ranks, in place."""
+    """Sum ``tensor`` over the ranks, in place. ``same``: ``tensor`` again, for the common signature."""
     _function("all_reduce")(tensor, group=group)
 
 
-agree = all_reduce  # of flags ``[units]``: what some rank calls out of date
+agree = all_reduce  # of flags ``[units]``: nonzero where some rank calls a unit stale
 
 
 @functools.cache
 def let_hooks_compress() -> None:
-    """Have torch's hooks that compress gradients work on a CPU too, which has no stream to record."""
+    """Let torch's compressing hooks work on a CPU, once in a process. torch's record a stream, which a CPU lacks."""
     decompress = default_hooks._decompress
 
     @functools.wraps(decompress)
@@ -77,7 +79,7 @@ def let_hooks_compress() -> None:
 
 
 class Hooked:
-    """The same functions with a communication hook that reduces, and averages, gradients in its own way.
+    """The functions of this module with a communication hook, which reduces and averages gradients itself.
 
     Args: ``hook(state, unsharded gradient, output for the shard)``; for a gradient that is not sharded
     ``hook(state, gradient)``, in place.
@@ -99,21 +101,21 @@ class Hooked:
 
 
 class Faked:
-    """The functions of ``base`` without the communication that ``fakes`` leaves out: of other ranks nothing comes."""
+    """The functions of ``base`` without the collectives that ``fakes`` leaves out, to measure time: values are wrong."""
 
     def __init__(self, base: Any, fakes: Fakes):
         self.base, self.fakes = base, fakes
         self.agree, self.all_reduce = agree, base.all_reduce
 
     def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        """This rank's shard in the place of each, as with torch's FakeProcessGroup; or all of them."""
+        """Gather, or put this rank's shard in the place of each rank's, as torch's FakeProcessGroup does."""
         if self.fakes.all_gather:
-            output.view(-1, shard.numel()).copy_(shard.clone())  # which lies in it
+            output.view(-1, shard.numel()).copy_(shard.clone())  # a copy, since the shard lies in ``output``
         else:
             self.base.all_gather(output, shard, group)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-        """Of this rank's gradient alone, or of all."""
+        """Reduce-scatter, or take this rank's part of its own gradient."""
         if self.fakes.reduce:
             output.copy_(whole.view(-1, output.numel())[dist.get_rank(group)])
         else:

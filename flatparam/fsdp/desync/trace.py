@@ -1,14 +1,33 @@
-"""Whether all ranks of a group come to the same collectives in one order: found out before they talk past each other.
+"""Whether all ranks of a group come to the same collectives in one order, checked before ranks that differ could hang.
 
-The C core (``_C.CollectiveTrace``) predicts the next collective from those before. A rank that comes to the predicted
-one asks nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
+The C core (``_C.CollectiveTrace``) predicts the next collective from the earlier ones. All ranks with one past predict
+the same, so a rank that comes to the predicted collective asks nobody. Else C calls ``GroupTrace._agree``, which asks
+the other ranks through the group's store:
 
-- nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
-- another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked;
-- an exception has kept this rank from a collective that it had come to: it goes on when all ranks say the same.
+| this rank | other ranks with the same past | it goes on |
+|---|---|---|
+| has no prediction | ask too | at once: the first rank posts its collective, the others compare with it |
+| comes to another collective | do not ask if they follow the prediction | when all ranks have asked |
+| was kept from a collective by an exception | may wait in that collective | when all were kept from the same |
 
-A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store. Where
-the device waits, as with NCCL, a thread in C looks, and aborts the communicator.
+A rank that follows the prediction may wait in its collective for ranks that never come. It looks into the store a few
+times a second and finds their question there. Where the device waits (NCCL), a thread in C looks, and aborts the
+communicator if the ranks differ.
+
+``checked_collectives.py`` makes the traces; ``_C.Unit`` and the wrapper tell them of collectives. On an error every
+rank of the group raises the same OrderError, and the group cannot be used any more (``_break``). A trace knows a unit
+by its id, no parameter and no layout.
+
+Keys in the store, below the group's generation; ``N`` is the number of a collective:
+
+| key | value |
+|---|---|
+| ``N``, ``N/asked``, ``N/go`` | the first report of ``N``; how many ranks have asked; all have asked |
+| ``N/kept``, ``N/missed by R`` | a rank that was kept from ``N``; the digest of what rank R was kept from |
+| ``pending`` | the first ``N`` that has been asked about and not answered |
+| ``broken``, ``readers`` | the reason why the group is broken, and how many will read it; how many have |
+| ``trouble``, ``told`` | an exception that a live rank has raised; the one for which C aborted a communicator |
+| ``call``, ``answer of I``, ``absent`` | a late rank's call; the last call that rank I answered; ranks without answer |
 """
 
 import contextlib
@@ -35,12 +54,12 @@ from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference
 from .stores import Store
 from .unit_ids import UnitIds, ids_of
 
-_SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
-_WATCHING = 0.5  # seconds between two looks of the thread that looks where waits cannot be cut
-_LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
-_DELETED = 64  # keys at a time
+_SELDOM = 1.0  # seconds between two looks into the store, at most; looks become rarer in a long wait
+_WATCHING = 0.5  # seconds between two looks of the thread in C
+_LAST_MOMENT = 3.0  # seconds by which a wait ends before the group's time-out, whose error names no rank
+_DELETED = 64  # indices whose keys are deleted at a time, at most
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
-_TROUBLED_FOR = 2.0  # seconds after which ranks that wait are told of an exception that another one goes on after
+_TROUBLED_FOR = 2.0  # seconds of waiting before another rank's exception is raised: that rank may come back
 # seconds before a mismatch with an interrupted rank is reported: the asking rank may be about to be interrupted, too
 _KEPT_FOR = 1.0
 
@@ -50,9 +69,10 @@ AND_SO = ". Collectives of these ranks may be under way that never end, so this 
 
 
 class GroupTrace:
-    """The collectives of this process over one group.
+    """The collectives of this process over one group, for units on one type of device.
 
-    Args: ``group``: not kept; ``backend``: its backend for units on ``device``, a type; ``store``: of the group.
+    Args: ``group``: held weakly; ``backend``: the group's for ``device``, a device type; ``store``: the group's.
+    C calls ``_agree`` before an unexpected collective, ``_look`` while it waits for one, ``_failed`` after an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: Store, device: str = "cpu"):
@@ -67,35 +87,36 @@ class GroupTrace:
         self.sliced = can_be_cut(backend)
         self._board = liveness.board()
         self._unreachable: float | None = None  # since when the store is gone
-        self._asked: list[list[str]] = []  # the keys of those that this rank deletes, oldest first
-        self._answered = ""  # the last call of one who is late
-        self._calls = 0
-        self._told = 0
-        self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
+        self._asked: list[list[str]] = []  # keys that this rank will delete, one list an index, oldest first
+        self._answered = ""  # the last call that this rank has answered
+        self._calls = 0  # calls of this rank
+        self._told = 0  # the step for which _tell has warned
+        self._stuck: tuple[int, float] = (-1, 0.0)  # the number of events in the last look, and since when it is that
         self._next_look = 0.0
-        self._looking = threading.RLock()  # for the reason
-        self._closing = threading.Lock()  # nobody takes another one meanwhile
-        self._reason = ""
-        self._readers = 0  # of it
-        self._peers: weakref.WeakSet[GroupTrace] = (
-            weakref.WeakSet()
-        )  # of other groups that the same model is spread over
-        self._told_of_loss = False
-        self._trouble = ""  # which this rank has told, and not come back from
+        self._looking = threading.RLock()  # one thread looks for the reason
+        self._closing = threading.Lock()  # held to set the reason: the first one stays
+        self._reason = ""  # why the group is broken; empty: it is not, or C has broken it and nobody has asked why
+        self._readers = 0  # how many ranks will read the reason
+        self._peers: weakref.WeakSet[GroupTrace] = weakref.WeakSet()  # other groups of the same model
+        self._told_of_loss = False  # a call has raised the error
+        self._trouble = ""  # this rank's last value of the key "trouble"
 
     def join(self, others: Iterable["GroupTrace"]) -> None:
-        """The same model is spread over the groups of ``others``: what this one cannot be used for they cannot."""
+        """Break ``others`` whenever this trace breaks: one model uses the groups of all."""
         for other in others:
             self._peers.add(other)
             self.core.join(other.core)
 
     @property
     def _store(self) -> Store:
-        """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
+        """The group's store below the group's generation: a store may outlive the groups made with it.
+
+        Made at the first event, to which all ranks come. Where the device waits, this starts the watching thread.
+        """
         if self._own_store is None:
             store = self._whole_store.own_connection()
             generation = self.ids.generation
-            if generation is None:  # nothing was built over this group, only loaded
+            if generation is None:  # no unit was built over this group, units were only unpickled
                 generation = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
             prefix = f"flatparam {self._device} {generation}"
             self._own_store = store.below(prefix)
@@ -108,25 +129,25 @@ class GroupTrace:
         return self._store.value_at(key)
 
     def _watch(self, board: _C.HealthBoard, name: str, prefix: str) -> None:
-        """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
+        """Look after the other ranks in this thread, in C, while a device waits: the host cannot look then.
 
-        If the ranks differ, or one is lost or does not come, it aborts the communicator: the device goes on, the next
-        collective raises.
+        If the ranks differ, or one has ended or does not come, C aborts the communicator. The device goes on without
+        values, and the next collective raises.
         """
         found = False
         try:
             found = board.watch(self.core, name, self._device, prefix, self._ranks, _WATCHING)
-        except RuntimeError:  # the group has gone, or cannot be aborted
+        except RuntimeError:  # the group is gone, or its backend cannot abort
             found = bool(self.core.broken)
-        if found:  # a process may end before its next collective, which would raise this
+        if found:  # print it: the process may end before its next collective, which would raise it
             lost = f". {_LOST}" if self.core.broken == _C.TRACE_LOST else ""
             sys.stderr.write(f"flatparam: {self._why()}{lost}\n")
             sys.stderr.flush()
 
     def _why(self) -> str:
-        """The reason why the group cannot be used any more: the thread in C finds that there is one, and has no words.
+        """Return the reason why the group is broken. C marks a trace broken without words: look them up in the store.
 
-        It may be of another group of the same model.
+        The reason may be that of another group of the same model.
         """
         if not self._reason:
             with self._looking:
@@ -152,7 +173,7 @@ class GroupTrace:
             self._end_without_store(error)
 
     def wait(self, work: dist.Work) -> None:
-        """For a collective that has begun. Raises: OrderError, when another rank does not come to it."""
+        """Wait for a collective that has begun; with NCCL let the stream wait. Raises: OrderError if ranks differ."""
         self.core.begin()
         board, name = self._board, self._name
         if self.sliced or board is None or name is None:
@@ -161,7 +182,7 @@ class GroupTrace:
             self._explained(lambda: board.native.around_wait(name, self._device, work.wait))
 
     def wait_for_values(self, work: dist.Work) -> None:
-        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
+        """Wait for a collective outside of a step, also on the device: an aborted gather must not be saved."""
         self.core.begin()
         if self.is_by_device:
             begin = time.monotonic()
@@ -190,21 +211,21 @@ class GroupTrace:
             raise
 
     def raise_if_closed(self) -> None:
-        """Raises: OrderError, if no collective over the group has values any more."""
+        """Raises: OrderError if the group is broken."""
         if self.core.broken:
             why = self._why()
             self.note_told()
             raise OrderError(why)
 
     def raise_if_lost(self) -> None:
-        """Raises: OrderError, if a device has waited for a collective that was aborted: there are no values."""
+        """Raises: OrderError if a device was waiting for a collective that was aborted: its output is not valid."""
         if self.core.broken == _C.TRACE_LOST:
             why = self._why()
             self.note_told()
             raise OrderError(f"{why}. {_LOST}")
 
     def end_after_fork(self) -> None:
-        """This process is a child of the rank, without the threads of its process groups: their waits would not end."""
+        """Break the trace in a forked child: the threads of process groups are not in it, so waits would not end."""
         self._reason = (
             f"this process was forked from rank {self._ranks[self._me]}, and process groups do not work in it: run the "
             "model in the rank, or start the process another way"
@@ -212,11 +233,11 @@ class GroupTrace:
         self.core.broken = _C.TRACE_BROKEN
 
     def has_lost(self) -> bool:
-        """Whether values are lost of which no call has raised."""
+        """Whether an aborted collective has lost values and no call has raised an error for that."""
         return self.core.broken == _C.TRACE_LOST and not self._told_of_loss
 
     def note_told(self) -> None:
-        """An OrderError is about to be raised, which the user goes on with, or not."""
+        """Note that the user is about to see the OrderError, so the exit status need not report it."""
         if not liveness.is_watching():
             for one in (self, *self._peers):
                 one._told_of_loss = True
@@ -225,7 +246,12 @@ class GroupTrace:
         return describe(self.ids, self._ranks[self._me], step, event, new_pass)
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
-        """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
+        """Ask the other ranks before an unexpected collective.
+
+        Args: ``index``: number of the collective; ``event``, ``new_pass``: as C notes them; ``alone``: 0: there is no
+        prediction; 1: another collective was predicted; 2: this one was, and C asks for another reason.
+        Raises: OrderError, on every rank of the group, if the ranks differ.
+        """
         self.raise_if_closed()
         mine = self._post(event, new_pass, self.core.passes)
         try:
@@ -237,7 +263,7 @@ class GroupTrace:
             if (first.step, first.event) != (mine.step, mine.event):
                 self._differ(first, mine)
             waits = alone or self.core.always
-            if index % len(self._ranks) == self._me:  # each rank deletes its share, once nobody looks at it
+            if index % len(self._ranks) == self._me:  # the ranks share the work of deleting keys
                 self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
             if waits:
                 self._wait_for_all(index, mine)
@@ -248,7 +274,7 @@ class GroupTrace:
             self._tell(mine)
 
     def _first(self, index: int, mine: CollectiveEvent) -> CollectiveEvent:
-        """What the first rank to ask has said."""
+        """Return the report of the first rank that has asked about ``index``; ``mine`` if this is the first."""
         return CollectiveEvent(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
     def _wait_for_all(self, index: int, mine: CollectiveEvent) -> None:
@@ -260,14 +286,19 @@ class GroupTrace:
         self._wait_until(lambda: self._store.check([f"{index}/go"]), index, mine)
 
     def _settle(self, index: int, digest: int, mine: CollectiveEvent) -> None:
-        """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
+        """Wait until all ranks were kept from the same collectives as this one. No rank has begun them then.
+
+        Args: ``index``: the first of them; ``digest``: of all, 0: an exception came while one was issued.
+        Raises: OrderError if another rank has begun one, or was kept from others. After an interruption the rank
+        withdraws its digest, and the next collective settles again.
+        """
         if digest == 0:
             self._break(
                 f"rank {mine.rank} was interrupted while it issued a collective; it is unknown whether the collective "
                 "was issued"
             )
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
-        before, since = [""], 0.0  # what all said in the last look, since when
+        before, since = [""], 0.0  # the ranks' digests in the last look, and since when they are so
 
         def all_have_missed_the_same() -> bool:
             nonlocal before, since
@@ -296,7 +327,10 @@ class GroupTrace:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
 
     def _wait_until(self, answered: Callable[[], bool], index: int, mine: CollectiveEvent, asks: bool = True) -> None:
-        """Until all ranks have answered what is asked at ``index``, or have been kept from it."""
+        """Wait until ``answered()``: all ranks have answered the question about ``index``.
+
+        ``asks``: give up if a rank was kept from ``index`` by an exception. False while this rank settles that itself.
+        """
         begin = looked = now = time.monotonic()
         kept_since = math.inf
         while not answered():
@@ -315,10 +349,10 @@ class GroupTrace:
                         self._tell_kept(kept, mine)
             if now - begin > self._seconds():
                 self._late(mine)
-        self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
+        self._store.compare_set("pending", str(index), "")  # this rank may have set it after the answer
 
     def _point_at(self, index: int) -> None:
-        """Let ranks that wait for a collective find what is asked: the first question that has no answer yet."""
+        """Show the question about ``index`` to ranks that wait in a collective. The earliest open question stays."""
         now = self._store.compare_set("pending", "", str(index))
         if int(now) < index:
             self._compare(now)
@@ -326,7 +360,10 @@ class GroupTrace:
             self._store.compare_set("pending", now, str(index))
 
     def _compare(self, index: str) -> None:
-        """Whether this rank did what is asked about, if it has come to it. Raises: OrderError, on every rank."""
+        """Compare the question about ``index`` with this rank's own collective there, if it has come to it.
+
+        Raises: OrderError, on every rank, if they differ.
+        """
         mine = self._post_at(int(index))
         if mine is None:
             return
@@ -338,7 +375,7 @@ class GroupTrace:
                 self._differ(first, mine)
 
     def _post_at(self, index: int) -> CollectiveEvent | None:
-        """Of what this rank came to there; None: it has not, was kept from it, or it is long ago."""
+        """Return the report of this rank's collective ``index``; None: not reached, kept from it, or too long ago."""
         passed = self.core.at(index)
         if passed is None or passed[0] == _C.TRACE_MISSED:
             return None
@@ -346,11 +383,11 @@ class GroupTrace:
         return self._post(*passed, self.core.passes - sum(new_pass for _, new_pass in filter(None, since)))
 
     def _tell_kept(self, rank: str, mine: CollectiveEvent) -> NoReturn:
-        """``rank`` was kept from what this one has begun, or waits for."""
+        """Raise: an exception kept ``rank`` from the collective that this rank has begun or waits for."""
         self._break(f"rank {rank} raised before it issued a collective that {mine}")
 
     def _forget(self, index: int) -> None:
-        """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
+        """Delete this rank's share of the keys before ``index``: all ranks have asked about ``index``."""
         for _ in range(_DELETED):
             if not self._asked or int(self._asked[0][0]) >= index:
                 break
@@ -358,12 +395,15 @@ class GroupTrace:
                 self._store.delete(key)
 
     def look(self) -> None:
-        """While this rank waits for one that has begun. Raises: OrderError, when others do another thing."""
+        """Look after the other ranks during a wait. Raises: OrderError if they differ, or the group is broken."""
         self.raise_if_closed()
         self._look()
 
     def _look(self) -> None:
-        """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
+        """Look into the store, unless the last look was just now. C calls it a few times a second in each wait.
+
+        Raises: OrderError, on every rank.
+        """
         now = time.monotonic()
         if self._stuck[0] != self.core.count:
             self._stuck = (self.core.count, now - PATIENCE.total_seconds())
@@ -374,7 +414,7 @@ class GroupTrace:
         self._reach(lambda: self._look_into_store(waited))
 
     def _reach(self, look: Callable[[], None]) -> None:
-        """Into the store. Raises: OrderError, when it is out of reach for long: what is waited for may end."""
+        """Call ``look``. Raises: OrderError if the store is gone for over a second; before, the collective may end."""
         try:
             look()
             self._unreachable = None
@@ -400,8 +440,12 @@ class GroupTrace:
             self._compare(pending)
 
     def _failed(self, message: str) -> None:
-        """A collective has. Raises: OrderError, if that comes of what another rank has found, or of its end."""
-        self.raise_if_closed()  # the thread has aborted it
+        """Look for the cause of a collective's error ``message``.
+
+        Raises: OrderError if the error is one of the transport: with the reason of another rank, or its end, if it can
+        be found. Returns for any other error, which the caller raises as it is.
+        """
+        self.raise_if_closed()  # the watching thread may have aborted the collective
         if not TRANSPORT.search(message):
             return
         try:
@@ -430,26 +474,26 @@ class GroupTrace:
             self._break(json.loads(broken)[0])
 
     def tell_trouble(self, text: str) -> None:
-        """An exception has ended a pass on this rank: ``text`` says which. It lives on, and may come back."""
+        """Post that the exception in ``text`` has ended a pass on this rank. The rank may come back."""
         if self._own_store is not None and not self._reason:
             self._trouble = json.dumps([self._ranks[self._me], self.core.passes, text])
             with contextlib.suppress(StoreGoneError):
                 self._store.set("trouble", self._trouble)
 
     def come_back(self) -> None:
-        """It goes on."""
+        """Withdraw the post of ``tell_trouble``, unless another rank has replaced it."""
         with contextlib.suppress(StoreGoneError):
             self._store.compare_set("trouble", self._trouble, "")
 
     def _raise_if_troubled(self, waited: float, mine: CollectiveEvent) -> None:
-        """If an exception has ended another rank's pass, which this one is in, and not yet if all have left it."""
+        """Raise if an exception has ended another rank's pass, and this rank is still in that pass after a while."""
         if waited > _TROUBLED_FOR and (said := self._said("trouble")):
             rank, step, text = json.loads(said)
             if rank != mine.rank and mine.step <= step:
                 self._break(text, "", absent=1)
 
     def _raise_if_told_of_trouble(self) -> None:
-        """If a thread in C has been, as the device waits: that rank may have come back since."""
+        """Raise the exception of another rank for which C aborted the communicator. That rank may be back already."""
         if said := self._said("told"):
             self._break(json.loads(said)[2], "", absent=1)
 
@@ -457,12 +501,12 @@ class GroupTrace:
         self._break(*difference(self.ids, first, mine))
 
     def _late(self, mine: CollectiveEvent) -> NoReturn:
-        """Name the ranks that wait for nothing here: they answer no call."""
+        """Raise shortly before the time-out. Call all ranks; those that do not answer wait for no collective here."""
         before, begin, limit = self._answers(), time.monotonic(), self._seconds()
         self._calls += 1
         self._store.set("call", f"{self._me} {self._calls}")
         while time.monotonic() - begin < min(2 * _SELDOM, 0.7 * (_limit(self._name, self._device) - limit)):
-            self._answer()  # others may be late too
+            self._answer()  # other ranks may be calling, too
             time.sleep(0.1)
         pairs = zip(self._ranks, before, self._answers(), strict=True)
         absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
@@ -473,16 +517,16 @@ class GroupTrace:
         self._break(f"{what}: {who} came to no collective of this model", absent=len(absent))
 
     def _raise_if_absent(self) -> None:
-        """If a thread in C has found some that are. The host may have come further than the device that waits."""
+        """Raise if C has found ranks that do not come. The host may have come further than the waiting device."""
         if absent := self._said("absent"):
-            last = self.core.count - 1  # what has not begun the device does not wait for
+            last = self.core.count - 1  # the device waits for the last collective that has begun
             mine = self._post_at(last if self.core.has_begun(last) else last - 1)
             who = mine or f"rank {self._ranks[self._me]}"
             what = f"{who}; the device has waited for the others almost until the time-out"
             self._break_without(json.loads(absent), what)
 
     def _answer(self) -> None:
-        """Say that this rank waits, if one who is late has asked since."""
+        """Answer the last call of a late rank: this rank waits for a collective of this group."""
         if (call := self._said("call")) != self._answered:
             self._answered = call
             self._store.set(f"answer of {self._me}", call)
@@ -491,14 +535,15 @@ class GroupTrace:
         return [self._said(f"answer of {i}") for i in range(len(self._ranks))]
 
     def _seconds(self) -> float:
-        """After which to give up: a moment before the group does, whose time-out may have been changed."""
+        """Return the seconds of waiting before ``_late``: a little less than the group's time-out, as it is now."""
         limit = _limit(self._name, self._device)
         return max(limit - _LAST_MOMENT, limit / 2)
 
     def _break(self, reason: str, what_to_do: str = IN_ONE_ORDER, absent: int = 0) -> NoReturn:
-        """Who is first to find a reason gives it to all, and goes when they have read it: the store may go with it.
+        """Break this group and its peers, and raise the reason. The first rank to break a group sets it for all.
 
-        ``absent``: how many will not read it, besides those that have ended.
+        Wait until the others have read it, at most ``liveness.READING`` seconds: the store may be in this process.
+        ``absent``: how many live ranks will not read it.
         """
         self._close(reason if reason.endswith(AND_SO) else reason + what_to_do + AND_SO, absent)
         for peer in self._peers:
@@ -524,7 +569,7 @@ class GroupTrace:
         return int(self._said("readers") or 0) >= self._readers
 
     def _tell(self, mine: CollectiveEvent) -> None:
-        """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
+        """Warn that all ranks came to an unexpected collective. That is legal; with DETAIL the user may look for it."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
             self._told = mine.step
             warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)

@@ -1,8 +1,9 @@
-"""What the ranks of a process group have agreed on when they built units: which unit is which.
+"""The ids of units: numbers that mean the same unit on all ranks of a process group.
 
-Units are counted as they are built, which is a collective call, so a number is the same unit on all ranks, whatever a
-rank has run since. Copies and loaded pickles are made without a word: they are counted apart, copies for each unit, so
-that a rank that makes some alone puts no other unit out of step.
+Building a unit is a collective call, so the count of built units is the same on all ranks. Copies and unpickled units
+are made without communication: each unit has a counter for its copies and each group one for unpickled units, so a rank
+that makes some alone changes no other id. The collective trace puts ids into events. The module sees a unit and a flat
+parameter through two protocols, ``Numbered`` and ``Shared``, and holds both weakly.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# A number has 32 bits: whether it was loaded, the unit, which copy of it, which part (one a dtype and requires_grad).
-# After so many of them the numbers begin again, and a unit is taken for one of long ago.
+# The 32 bits of a number, from the top: 1 loaded, 16 unit, 10 copy, 5 flat parameter of the unit. Each count begins
+# again at 0 after its last value; messages may then name an old unit.
 _COPY, _UNIT = 2**5, 2**15
 _UNITS = 2**16
 
 
 class Shared(Protocol):
-    """A flat parameter, as far as its collectives are concerned."""
+    """A flat parameter, as its collectives need it."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -39,7 +40,7 @@ class Shared(Protocol):
 
 
 class Numbered(Protocol):
-    """A unit, as far as messages about its collectives need it."""
+    """A unit, as messages about its collectives need it."""
 
     name: str
 
@@ -52,11 +53,11 @@ class Numbered(Protocol):
         """Whether its model is in a forward."""
 
     def trained(self, part: int) -> Mapping[str, bool]:
-        """Whether each parameter of a part requires grad, by FQN."""
+        """Whether each parameter of flat parameter ``part`` requires grad, by FQN."""
 
 
 class UnitIds:
-    """The units over one group. ``life``: a name that no group before it had, once its ranks have agreed on one."""
+    """The units over one group. ``generation``: None until the group's ranks have compared their first unit."""
 
     def __init__(self) -> None:
         self.generation: str | None = None
@@ -65,15 +66,15 @@ class UnitIds:
         self._units: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
 
     def of_built(self) -> int:
-        """The number of the next unit that ranks agree on, whether it is enrolled or not."""
+        """Return the number of the next unit that the ranks compare. It counts even if building then fails."""
         return next(self._built) % _UNITS * _UNIT
 
     def of_loaded(self) -> int:
-        """The number of the next unit that is loaded."""
+        """Return the number of the next unpickled unit."""
         return (_UNITS + next(self._loaded) % _UNITS) * _UNIT
 
     def of_copy(self, number: int) -> int:
-        """The number of the next copy of the unit that has this one, or of a copy of it."""
+        """Return the number of the next copy. ``number``: of the original or of any copy of it."""
         first = number - number % _UNIT
         self._copies[first] += 1
         return first + self._copies[first] * _COPY % _UNIT
@@ -83,17 +84,17 @@ class UnitIds:
         self._units[number] = unit
 
     def name(self, number: int) -> str:
-        """What messages call the unit of a part."""
+        """Return the name for messages of the unit that has flat parameter ``number``."""
         unit = self._units.get(number - number % _COPY)
         return "a unit that is gone" if unit is None else unit.name
 
     def is_in_forward(self, number: int) -> bool:
-        """Whether the model of a part is in a forward."""
+        """Whether the model that has flat parameter ``number`` is in a forward."""
         unit = self._units.get(number - number % _COPY)
         return unit is not None and unit.is_in_forward
 
     def trained(self, number: int) -> Mapping[str, bool]:
-        """Whether each parameter of a part requires grad, by FQN; empty if the unit is gone."""
+        """Whether each parameter of flat parameter ``number`` requires grad, by FQN; empty if the unit is gone."""
         unit = self._units.get(number - number % _COPY)
         return {} if unit is None else unit.trained(number % _COPY)
 
@@ -108,7 +109,7 @@ def ids_of(group: dist.ProcessGroup) -> UnitIds:
 
 
 def assign(unit: Numbered, numbers: dict[UnitIds, int]) -> None:
-    """``unit`` has these numbers over its groups, from ``check_same_unit``."""
+    """Give ``unit`` and its flat parameters their ids. ``numbers``: by group, from ``check_same_unit``."""
     _ids_of_units[unit] = numbers
     for ids, number in numbers.items():
         ids.assign(unit, number)
@@ -119,21 +120,21 @@ def assign(unit: Numbered, numbers: dict[UnitIds, int]) -> None:
 
 
 def assign_loaded(unit: Numbered, groups: Iterable[dist.ProcessGroup]) -> None:
-    """The same for one that was loaded, whose collectives are over ``groups``."""
+    """Give an unpickled ``unit`` its ids over ``groups``. No communication."""
     all_ids = [ids_of(group) for group in groups]
     assign(unit, {ids: ids.of_loaded() for ids in all_ids})
 
 
 def assign_copy(unit: Numbered, original: Numbered) -> None:
-    """The same for a copy."""
+    """Give a copy of ``original`` its ids. No communication."""
     assign(unit, {ids: ids.of_copy(number) for ids, number in _ids_of_units.get(original, {}).items()})
 
 
 def id_of(unit: Numbered, group: dist.ProcessGroup) -> int | None:
-    """The number of the first part of ``unit`` among those over ``group``; None: it is not enrolled."""
+    """Return the id of the first flat parameter of ``unit`` over ``group``; None: it has no id."""
     return _ids_of_units.get(unit, {}).get(ids_of(group))
 
 
 def id_of_flat_param(part: Shared) -> int | None:
-    """The number of a part among those over the group that shares it; None: it is not enrolled."""
+    """Return the id of ``part`` over the group that shares it; None: it has no id."""
     return _ids_of_flat_params.get(part)
