@@ -1,4 +1,4 @@
-"""The enums and settings that users name. All but the strategies are torch's own objects, or stand for them."""
+"""The enums and settings that users import. ShardingStrategy and TrainingState_ are ours; the others are torch's."""
 
 from enum import Enum, auto
 from typing import Any
@@ -30,10 +30,10 @@ __all__ += ["FullOptimStateDictConfig", "LocalOptimStateDictConfig", "OptimState
 
 
 class ShardingStrategy(Enum):
-    """How a unit is spread over ranks; each is a row of the table in ``placement.py``.
+    """How a unit is sharded over ranks. Each member is a row of the table in ``placement.py``.
 
-    Equal to the member of the same name of torch's enum, which is accepted wherever this one is. Torch has no ZERO_1
-    (the parameter stays whole), LAYER_ZERO and LAYER_ZERO_NESTED (docs/layerzero.md).
+    A member equals the member of torch's enum with the same name, and either is accepted as an argument. torch has no
+    ZERO_1 (the parameter stays whole), LAYER_ZERO and LAYER_ZERO_NESTED (docs/layerzero.md).
     """
 
     FULL_SHARD = auto()
@@ -53,7 +53,10 @@ class ShardingStrategy(Enum):
 
     @classmethod
     def of(cls, value: Any) -> "ShardingStrategy":
-        """The member that ``value`` is: one of this enum or of torch's, or its name; None is FULL_SHARD."""
+        """Return the member for ``value``: a member of this enum or of torch's, or a name; None is FULL_SHARD.
+
+        Raises: TypeError for anything else.
+        """
         if value is None:
             return cls.FULL_SHARD
         if isinstance(value, Enum) and type(value).__name__ == "ShardingStrategy" and value.name in cls.__members__:
@@ -65,7 +68,7 @@ class ShardingStrategy(Enum):
 
 
 class TrainingState_(Enum):
-    """torch 1.12's states, each equal to the state of today's that it is part of."""
+    """The states of torch 1.12. Each equals the state in today's enum that replaced it."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -75,7 +78,7 @@ class TrainingState_(Enum):
 
     @property
     def today(self) -> TrainingState:
-        """The state of a unit that this one is part of."""
+        """The state in today's enum that replaced this one."""
         return TrainingState.__members__.get(self.name, TrainingState.FORWARD_BACKWARD)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,7 @@
-"""Functions of our class that are asked about models which torch's class has wrapped: torch's class answers."""
+"""Static functions of our wrapper that also take models wrapped by torch's class: those calls go to torch's class.
+
+A program may use both classes at once, and other libraries call these functions on any model.
+"""
 
 import functools
 import inspect
@@ -14,7 +17,7 @@ R = TypeVar("R")
 
 
 def or_torchs(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` of a ``module`` or ``model``; where torch's class has wrapped it, torch's function of this name."""
+    """Decorate ``function``, which has a parameter ``module`` or ``model``: forward torch's models to torch's class."""
     names = list(inspect.signature(function).parameters)
     place = next(i for i, name in enumerate(names) if name in ("module", "model"))
 
@@ -30,5 +33,5 @@ def or_torchs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_torchs(model: nn.Module) -> bool:
-    """Whether torch's class has wrapped something in it."""
+    """Whether ``model`` or a module in it is wrapped by torch's class."""
     return any(isinstance(inner, TorchsFSDP) for inner in model.modules())

@@ -1,24 +1,25 @@
-"""The exceptions of the runtime."""
+"""The exceptions of the runtime. DeviceError is in ``sharding/pytrees.py``; ShardError comes from ``_C``."""
 
 from .. import _C
 
-StateError = _C.StateError  # a call at a time or on a unit where it may not be made; of all the types that torch's are
+# A call that this state of a unit does not allow. It derives from each type that torch raises in such cases
+StateError = _C.StateError
 
 
 class OrderError(RuntimeError):
-    """The ranks of a group have come to different collectives, or some cannot come; the message is the same on all."""
+    """The ranks of a group issue different collectives, or a rank has ended. All ranks raise the same message."""
 
 
 class StoreGoneError(OrderError):
-    """The store through which the ranks tell each other things cannot be reached any more."""
+    """The store of the process group, through which ranks exchange messages, cannot be reached any more."""
 
 
 class WritebackError(ValueError, NotImplementedError):
-    """What both of torch's versions raise for writeback with rank0_only."""
+    """summon_full_params(writeback=True, rank0_only=True): torch raises one base or the other, by version."""
 
 
 def without_store(error: Exception) -> str:
-    """What an OrderError says where the store of the process group raises ``error``."""
+    """Return the message of a StoreGoneError for an ``error`` of the store."""
     return (
         "the store of the process group cannot be reached any more, so ranks cannot say what they do or why they end: "
         "the process that has it, most often that of rank 0, has ended, with an error or before the others "

@@ -1,4 +1,7 @@
-"""Names of modules and parameters, and the parts of them that wrappers add."""
+"""Names of modules and parameters: remove the parts that wrappers add, join them, print them.
+
+All rooms of ``fsdp`` use it. It knows no unit: it recognizes wrappers by the parts of names that they add.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,27 +18,27 @@ _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def clean_tensor_name(name: str) -> str:
-    """``name`` as the unwrapped model has it."""
+    """Return the FQN of ``name`` in the unwrapped model."""
     return name.replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
 
 
 def without_wrappers(path: str) -> str:
-    """A module's path without the parts that units and checkpoint wrappers add, and take away in state dicts."""
+    """Return a module's path as in state dicts: without the parts that units and checkpoint wrappers add."""
     return f"{path}.".replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "").rstrip(".")
 
 
 def bare_names(module: nn.Module) -> Callable[[str], str]:
-    """Returns a function from a name in ``module``, of a parameter, buffer or module, to its name in the bare model.
+    """Return a function that maps the name of a parameter, buffer or module in ``module`` to its bare name.
 
-    The bare model has no units, checkpoint wrappers, compiled modules (``_orig_mod``) and DDP (``module``). Source of
-    the behaviour: the names of ``torch.distributed.checkpoint.state_dict``.
+    Bare names are without the parts of units, checkpoint wrappers, torch.compile (``_orig_mod``) and DDP (``module``).
+    Source of the behaviour: the names of ``torch.distributed.checkpoint.state_dict``.
     """
-    inside: set[str] = set()  # paths of modules that are not named
+    inside: set[str] = set()  # paths whose last part is left out of bare names
     for path, inner in module.named_modules(remove_duplicate=False):
         clean = _clean_path(path)
         if isinstance(inner, DistributedDataParallel):
             inside.add(join(clean, "module"))
-        elif type(inner).__name__ == "OptimizedModule":  # to import its class takes seconds
+        elif type(inner).__name__ == "OptimizedModule":  # the import of this class takes seconds
             inside.add(join(clean, "_orig_mod"))
 
     def bare(name: str) -> str:
@@ -57,25 +60,25 @@ def _clean_path(path: str) -> str:
 
 
 def without_units(name: str) -> str:
-    """``name`` without the parts that units add to it; those of checkpoint wrappers stay."""
+    """Return ``name`` without the parts that units add; the parts of checkpoint wrappers stay."""
     return name.replace(FSDP_PREFIX, "")
 
 
 def join(path: str, name: str) -> str:
-    """The name of what is called ``name`` in the module at ``path``."""
+    """Return the name of attribute ``name`` of the module at ``path``; an empty ``path`` is the root."""
     return f"{path}.{name}" if path else name
 
 
 def printable(text: str) -> str:
-    """``text`` with what UTF-8 cannot encode, lone surrogates of a name, as ``\\udc80`` and the like."""
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, escaped as ``\\udc80`` and the like."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
-    """torch 1.12's: print ``s`` and the stack, and raise AssertionError, unless ``cond`` holds; also under ``-O``."""
+    """torch 1.12's ``p_assert``: unless ``cond``, print ``s`` and the stack and raise AssertionError, also with -O."""
     _p_assert(cond, s, raise_assertion_error)
 
 
 def listed(names: list[str], most: int = 8) -> list[str]:
-    """The first of ``names``, and how many more there are: for a message."""
+    """Return the first ``most`` names for a message, then the number of the others, such as "3 more"."""
     return [*names[:most], f"{len(names) - most} more"] if len(names) > most else names

@@ -399,7 +399,7 @@ class _Children:
             self._process = os.getpid()
             self.calls = set()  # a forked process inherits its parent's
             multiprocessing.util.Finalize(None, self._end, exitpriority=100)
-            multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after those of others
+            multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after other libraries'
 
     def _end(self) -> None:
         _ends_with(sys.exc_info()[1])  # first, since the calls may wait, and the others should not wait with them

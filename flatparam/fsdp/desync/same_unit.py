@@ -126,8 +126,8 @@ def _compare(
 ) -> str | None:
     """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
-    ``said``: the description, or a str from a rank that has an error. A problem in one group is what this rank says in
-    the next: the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group.
+    ``said``: the description, or the text of this rank's error. A problem in one group becomes ``said`` in the next,
+    since the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group.
     """
     for group in groups:
         everyone = _tell(said, group, bytes(8) if values is None else values.word)

@@ -101,7 +101,7 @@ class Hooked:
 
 
 class Faked:
-    """The functions of ``base`` without the collectives that ``fakes`` leaves out, to measure time: values are wrong."""
+    """The functions of ``base`` without the collectives in ``fakes``. Values are wrong; time can be measured."""
 
     def __init__(self, base: Any, fakes: Fakes):
         self.base, self.fakes = base, fakes

@@ -1,1 +1,1 @@
-"""One flat parameter: its original parameters, its layout, and the groups over which it is sharded."""
+"""One flat parameter: its original parameters, its layout, and the process groups over which it is sharded."""

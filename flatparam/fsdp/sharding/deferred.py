@@ -1,4 +1,8 @@
-"""Parameters on the meta device that are wrapped without values: a checkpoint that is loaded later brings them."""
+"""Parameters on the meta device that are wrapped without values, which a later load fills.
+
+A placeholder with 0 elements on the real device stands for the meta parameter (its template) until the unit is built.
+``parameters.py`` asks for templates; ``flat_param.py`` fills shards with ``blank``. The module knows no layout.
+"""
 
 import weakref
 from typing import Any
@@ -8,15 +12,16 @@ import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _templates: Any = WeakIdKeyDictionary()  # placeholder -> the meta parameter that it stands for
-_placeholders: Any = WeakIdKeyDictionary()  # and back, as weak references, for parameters with several names
+# meta parameter -> weak reference to its placeholder: a parameter with several names needs one placeholder
+_placeholders: Any = WeakIdKeyDictionary()
 
 
 def defer_init(module: nn.Module) -> None:
-    """As ``param_init_fn``: leave parameters on the meta device without values, for a checkpoint to bring them.
+    """Pass this as ``param_init_fn`` to wrap a module on the meta device and load its values later.
 
-    No rank ever has more of them than its shard, which is NaN until ``load_safetensors()`` or ``load_state_dict()`` has
-    filled it. Buffers that state dicts hold get memory (NaN, or zero where there is none); fill others yourself, in a
-    function of your own that calls this one.
+    Each rank allocates only its shard. The shard is NaN until ``load_safetensors()`` or ``load_state_dict()`` fills it.
+    Buffers in state dicts get memory too: NaN, or zero if their dtype has no NaN. Fill non-persistent buffers yourself:
+    pass a function that calls this one and then fills them.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for name, param in list(module._parameters.items()):
@@ -32,12 +37,12 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, filled with NaN, or with zero where its dtype has none."""
+    """Fill ``tensor`` with NaN, or with zero if its dtype has no NaN, and return it."""
     return tensor.fill_(torch.nan) if _has_nan(tensor.dtype) else tensor.zero_()
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is as ``blank`` leaves it."""
+    """Whether ``tensor`` has the values that ``blank`` writes."""
     if _has_nan(tensor.dtype):
         return bool(tensor.isnan().all())
     return not tensor.reshape(-1).view(torch.uint8).any()
@@ -55,6 +60,6 @@ def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def template_of(param: nn.Parameter) -> nn.Parameter | None:
-    """The parameter on the meta device that a placeholder stands for; None for any other parameter."""
+    """Return the meta parameter that a placeholder stands for; None for any other parameter."""
     template: nn.Parameter | None = _templates.get(param)
     return template

@@ -1,9 +1,13 @@
-"""Parameters that are flattened in another form: DTensors of tensor parallelism, and what torch's FSDP extensions take.
+"""Parameters whose modules need another tensor than a view of the flat buffer.
 
-An extension makes of a parameter the plain tensor that is flattened and sharded, and of that, whole again, what modules
-and state dicts have. A frozen parameter of a subclass over plain memory, 4-bit weights say, needs none: what modules
-have in a forward is made an object of the subclass, and state dicts have its plain bytes, as torch's class gives them.
+| parameter | flattened | modules see | state dicts have |
+|---|---|---|---|
+| plain | itself | a view | the plain tensor |
+| DTensor, or a type of a torch FSDP extension: ``Form`` | the local plain tensor | the extension's tensor | the same |
+| frozen, a subclass over plain memory (4-bit weights): ``Kept`` | its memory | its class | its memory, plain |
 
+``parameters.py`` finds these parameters; the C core calls ``Extended`` and ``dress_all`` with new views. The module
+knows one flat parameter's views and no layout.
 Source: torch 2.13, ``torch/distributed/fsdp/_fsdp_extensions.py``.
 """
 
@@ -28,29 +32,29 @@ from .placement import Placement
 
 
 class Form:
-    """What one parameter is, beside the plain tensor that is flattened."""
+    """How to make one parameter from the plain tensor that is flattened, and back."""
 
     def __init__(self, extension: FSDPExtensions, kept: Any):
         self.extension = extension
-        self.kept = kept  # what the extension needs to make the parameter of the tensor
+        self.kept = kept  # the extension's own record of the parameter; opaque
 
     def __deepcopy__(self, memo: Any) -> Form:
-        return self  # a mesh belongs to the process, and nothing here changes
+        return self  # immutable, and a mesh in it belongs to the process
 
     def __str__(self) -> str:
         return str(getattr(self.kept, "placements", type(self.kept).__name__))
 
     def of(self, local: Tensor) -> Any:
-        """The parameter as modules have it, of a whole plain tensor; differentiable, in the same memory."""
+        """Make the tensor for modules from the unsharded plain tensor; differentiable, in the same memory."""
         return self.extension.post_unflatten_transform(local, self.kept)
 
     def local(self, value: Tensor) -> Tensor:
-        """The opposite, detached."""
+        """Return the plain tensor in ``value``, detached: the opposite of ``of``."""
         return local_state(value, (self.extension,))
 
 
 class Kept:
-    """The class and the attributes of a frozen parameter whose bytes are flattened: what modules need of it."""
+    """The class and the attributes of a frozen parameter whose bytes are flattened."""
 
     def __init__(self, param: Tensor):
         self.cls = type(param)
@@ -60,7 +64,10 @@ class Kept:
         return self.cls.__name__
 
     def holder(self, plain: Tensor, module: nn.Module) -> str | None:
-        """The name of what has the memory of the parameter, ``plain`` of ``module``, beside it; None: nothing has."""
+        """Return the name of an attribute that shares the parameter's memory; None: there is none.
+
+        ``plain``: the parameter's memory; ``module``: its module. The attributes of both are searched, one level deep.
+        """
         for at, owner in ((f"{self.cls.__name__}.", self.attributes), ("", vars(module))):
             for name, value in owner.items():
                 within = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
@@ -70,20 +77,26 @@ class Kept:
         return None
 
     def dress(self, plain: Tensor) -> Tensor:
-        """Make ``plain``, a new tensor of nobody else, an object of the subclass; what is set on one, all have."""
+        """Make ``plain`` an object of the subclass, in place. ``plain``: a new tensor that nobody else refers to.
+
+        All objects share one attribute dict, so an attribute that a module sets on one is there on the next.
+        """
         plain.__class__ = self.cls
         plain.__dict__ = self.attributes
         return plain
 
 
 def _shares(tensor: Tensor, plain: Tensor) -> bool:
-    """Whether a tensor of any kind lies in the storage of ``plain``."""
+    """Whether ``tensor``, of any class, uses the storage of ``plain``."""
     inside = plain_memory(tensor) if type(tensor) is not Tensor else tensor
     return inside is not None and _C.is_plain_tensor(inside) and _C.same_storage(inside, plain)
 
 
 def plain_memory(param: Tensor) -> Tensor | None:
-    """The plain tensor that a parameter of a subclass is; None: it is of no subclass, or is more than its memory."""
+    """Return the memory of a parameter of a subclass as a plain tensor.
+
+    None: it is of no subclass, is on the meta device, or its subclass dispatches operations, so memory is not all.
+    """
     if type(param) in (Tensor, nn.Parameter, FlatParameter) or param.is_meta:
         return None
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -93,23 +106,26 @@ def plain_memory(param: Tensor) -> Tensor | None:
 
 
 def is_kept(param: Tensor) -> bool:
-    """Whether its bytes are flattened apart, and modules get an object of its subclass."""
+    """Whether the bytes of ``param`` are flattened in a flat parameter for bytes, and modules see its subclass."""
     return not param.requires_grad and plain_memory(param) is not None
 
 
 def is_bytes(param: Tensor) -> bool:
-    """Whether it is flattened apart, as bytes: frozen, and of a subclass, or of a dtype that has no gradients."""
+    """Whether ``param`` is flattened as bytes: it is frozen, and of a subclass or of a dtype without gradients."""
     return not param.requires_grad and (not has_gradients(param.dtype) or is_kept(param))
 
 
 def stripped(value: Tensor) -> Tensor:
-    """The memory of a tensor of a subclass as a plain tensor, detached."""
+    """Return the memory of a tensor of a subclass as a plain tensor, detached."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor)
 
 
 def extensions_of(mesh: Any) -> tuple[FSDPExtensions, ...]:
-    """Those of a unit on ``mesh``, in the order in which they are asked: the one that was set, and that of a slice."""
+    """Return the extensions of a unit on ``mesh``, in the order in which ``flattened`` asks them.
+
+    They are the extension that the user set in torch, and torch's for DTensors if ``mesh`` is a slice of a mesh.
+    """
     found = [] if torch_extensions._extensions is None else [torch_extensions._extensions]
     if mesh is not None and mesh._get_root_mesh() != mesh:
         found.append(DTensorExtensions(_FSDPDeviceHandle.from_device(torch.device(mesh.device_type))))
@@ -117,7 +133,7 @@ def extensions_of(mesh: Any) -> tuple[FSDPExtensions, ...]:
 
 
 def flattened(value: Tensor, extensions: Sequence[FSDPExtensions]) -> tuple[Tensor, Form | None]:
-    """What is flattened in place of ``value``, a plain tensor, and its form; itself and None if it is one."""
+    """Return the plain tensor to flatten for ``value``, and its form; ``(value, None)`` if no extension takes it."""
     for extension in extensions:
         local, kept = extension.pre_flatten_transform(value)
         if kept is not None:
@@ -126,7 +142,11 @@ def flattened(value: Tensor, extensions: Sequence[FSDPExtensions]) -> tuple[Tens
 
 
 def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
-    """Raises: ValueError naming a DTensor parameter that is not spread over the last dimension of the unit's mesh."""
+    """Check the mesh of a DTensor parameter; any other parameter passes.
+
+    Raises: ValueError naming the parameter if its mesh and the unit's groups share other ranks than this one; or if the
+    unit's mesh is a slice of a mesh, and the parameter is not on the last dimension of that mesh.
+    """
     if not isinstance(value, DTensor):
         return
     theirs = value.device_mesh.mesh.flatten().tolist()
@@ -151,14 +171,14 @@ def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
 
 
 class Extended:
-    """Makes what modules have in place of the views of one flat parameter: the C core calls it in each forward."""
+    """Makes the tensors that modules see in the place of one flat parameter's views. C calls it in each forward."""
 
     def __init__(self, forms: list[Form | None]):
         self._forms = forms
         self._made: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
     def __call__(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of each view its form, of an alias of it: an extension may put hooks on it, and the views stay."""
+        """Return one tensor a view. Each form gets an alias: an extension may put hooks on it, and views are reused."""
         with torch.inference_mode(False), torch.enable_grad():
             made = tuple(
                 view if form is None else form.of(view.view_as(view))
@@ -168,20 +188,20 @@ class Extended:
         return made
 
     def refuse_graphs(self) -> None:
-        """Let autograd refuse the graphs that need the values of what was made: they change."""
+        """Let autograd refuse a backward through the tensors made so far: their memory gets other values now."""
         for tensor in list(self._made):
             torch.autograd.graph.increment_version(tensor)
 
 
 def dress_all(kept: Sequence[Kept | None], views: tuple[Tensor, ...]) -> None:
-    """Make each of ``views``, new and of one flat parameter, an object of the class that its parameter has."""
+    """Make each new view an object of its parameter's class, in place. C calls this for each set of views it makes."""
     for view, one in zip(views, kept, strict=True):
         if one is not None:
             one.dress(view)
 
 
 def local_state(tensor: Tensor, extensions: Sequence[FSDPExtensions]) -> Tensor:
-    """The plain tensor that has the values of a parameter or buffer, detached."""
+    """Return the plain tensor with this rank's values of a parameter or buffer, detached."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return flattened(tensor, extensions)[0].detach()

@@ -1,4 +1,8 @@
-"""One flat parameter of a unit: its shard, and how original parameters lie in it."""
+"""One flat parameter of a unit: it owns this rank's shard and knows the place of each original parameter in it.
+
+``unit/unit.py`` builds it and hands its ``spec`` to ``_C.Unit``, which gathers, frees and reduces in a step. State
+dicts, summons and clipping read and write the shard through it. It does not know its unit or the modules' forwards.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +30,13 @@ Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
 
 class FlatParamSpec(NamedTuple):
-    """One flat parameter as ``_C.Unit`` takes it. C reads the fields by position, in ``fp_flat_param_read``."""
+    """The description of one flat parameter for ``_C.Unit``. C reads fields by position, in ``fp_flat_param_read``."""
 
     entries: tuple[tuple[Any, ...], ...]  # (module, name, shape, strides if not contiguous, offset) of each original
-    shared: tuple[tuple[nn.Module, str, int], ...]  # further names: (module, name, which original)
+    shared: tuple[tuple[nn.Module, str, int], ...]  # further names of originals: (module, name, index in entries)
     shard: nn.Parameter
     params: tuple[nn.Parameter, ...] | None  # the originals, with use_orig_params
-    # (start, numel) in the shard of what has .grad, whether its piece has the shape of rows; numel -1: nothing here
+    # one for each tensor with a .grad: (start in the shard, numel, whether it is whole rows); numel -1: none here
     pieces: tuple[tuple[int, int, bool], ...]
     numel: int  # of the unsharded flat parameter, without padding
     shard_numel: int
@@ -40,34 +44,34 @@ class FlatParamSpec(NamedTuple):
     shards: int
     shard_group: Group | None
     replicate_group: Group | None
-    predivide: float  # what gradients are divided by before they are reduced
-    postdivide: float  # and after
-    compute_dtype: torch.dtype | None  # None: that of the shard
-    reduce_dtype: torch.dtype | None  # None: the dtype of computation
+    predivide: float  # gradients are divided by it before the reduction
+    postdivide: float  # and by this afterwards
+    compute_dtype: torch.dtype | None  # None: the shard's dtype
+    reduce_dtype: torch.dtype | None  # None: compute_dtype
     keep_reduce_dtype: bool
     stays_full: bool
     param_rank: int
     param_shards: int
-    param_group: Group | None  # which gathers for forward and backward, where that is not the shard group
+    param_group: Group | None  # the group of the secondary shard, if there is one
     outer_group: Group | None
-    offloads: bool  # gradients, to the host
+    offloads: bool  # gradients go to the host
     full_precision: bool
-    device: torch.device | None  # to compute on, where the shard lies on the host
-    extension: Extended | None  # what makes of views what modules have, where that is something else
+    device: torch.device | None  # the device to compute on if the shard is on the host, else None
+    extension: Extended | None  # makes other tensors for modules from views; None: modules see the views
     dress: Callable[[tuple[Tensor, ...]], None] | None  # makes new views objects of their parameters' classes
 
 
 class ShardSlice(NamedTuple):
-    """What this rank's shard holds of one original parameter, and the shape that its piece has."""
+    """The piece of one original parameter in this rank's shard."""
 
     original: ParamInfo
-    start: int  # in the shard
-    numel: int  # -1: nothing
+    start: int  # first element, in the shard
+    numel: int  # -1: this rank holds nothing of it
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def of(self, shard: Tensor) -> Tensor:
-        """The piece of a tensor like the shard; empty where there is nothing."""
+        """Return the piece as a view of ``shard``, any tensor with the shard's layout; empty if numel is -1."""
         if self.numel < 0:
             return shard.new_empty(self.shape)
         return shard.as_strided(self.shape, self.stride, shard.storage_offset() + self.start)
@@ -76,25 +80,24 @@ class ShardSlice(NamedTuple):
 class FlatParam:
     """One flat parameter of a unit.
 
-    Shapes: ``flat`` is the shard of this rank, ``[layout.shard_numel]``; the unsharded data are
-    ``[layout.padded_numel]``, on ``device``.
+    Shapes: ``flat`` is this rank's shard, ``[layout.shard_numel]``; the unsharded data are ``[layout.padded_numel]``,
+    on ``device``. The constructor copies the originals into the shard and frees their memory.
     """
 
-    dtype: torch.dtype  # of the shard, as far as flatparam has put it in one
-    keeps_dtype = (
-        False  # it computes in the dtype from before the shard was put in another, and the inputs may change that
-    )
+    dtype: torch.dtype  # the shard's when describe() was last called
+    # The user converted the shard, and compute_dtype is its dtype from before; the first forward's inputs may change it
+    keeps_dtype = False
 
     def __init__(self, originals: list[ParamInfo], options: Options):
         placement = options.placement
         self.originals = originals
         self.placement = placement
-        self.computes_on = options.device  # None: where the shard lies
+        self.computes_on = options.device  # None: on the shard's device
         self._of_slice = next((one for one in options.extensions if isinstance(one, DTensorExtensions)), None)
         self.use_orig_params = options.use_orig_params
-        self.has_forms = any(original.form is not None for original in originals)  # modules have other than plain ones
-        self.in_bytes = originals[0].in_bytes  # frozen, and nothing converts them
-        self.keeps_class = any(original.kept is not None for original in originals)  # modules have objects of those
+        self.has_forms = any(original.form is not None for original in originals)  # modules see an extension's tensors
+        self.in_bytes = originals[0].in_bytes  # frozen bytes, which nothing converts
+        self.keeps_class = any(original.kept is not None for original in originals)  # modules see subclasses
         self.layout, (self.compute_dtype, self._reduce_dtype) = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -107,10 +110,10 @@ class FlatParam:
 
     @torch.no_grad()
     def _flatten(self) -> Tensor:
-        """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied.
+        """Make this rank's shard. Each parameter is freed as soon as it is copied, to need little memory besides.
 
-        Padding is zero, so that norms and decay of a flat parameter are those of its parameters. It stays zero, as its
-        gradient is.
+        Padding is zero, so norms and weight decay of the flat parameter equal those of its parameters. It stays zero
+        because its gradient is zero.
         """
         first = self.originals[0].param
         on_host = self.computes_on is not None
@@ -137,7 +140,7 @@ class FlatParam:
         return tuple(gap for gap in found if gap[1] > 0)
 
     def clear_padding(self) -> None:
-        """Set padding to zero, which is no write to a parameter: versions stay."""
+        """Set the padding to zero. The version counter of ``flat`` stays: no parameter is written."""
         if self.gaps:
             torch._foreach_zero_([self.flat.data.narrow(0, start, numel) for start, numel in self.gaps])
 
@@ -153,16 +156,16 @@ class FlatParam:
 
     @property
     def device(self) -> torch.device:
-        """Where the unsharded data are, and its collectives are issued."""
+        """The device of the unsharded data and of the collectives."""
         return self.computes_on or self.flat.device
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """What gradients are reduced in; None: what is computed in."""
+        """The dtype of the reduction; None: the dtype of computation."""
         return self._reduce_dtype or (self.flat.dtype if self.placement.full_precision else None)
 
     def pin(self) -> None:
-        """Have the shard in pinned memory again, if it lies on the host to be copied to a device."""
+        """Move a shard on the host to pinned memory if the unit computes on a device. No-op if it is pinned."""
         if self.computes_on is not None and self.flat.is_cpu and not self.flat.is_pinned():
             self.flat.data = self.flat.detach().pin_memory()
 
@@ -172,12 +175,12 @@ class FlatParam:
 
     @property
     def is_trained(self) -> bool:
-        """Whether any of it does, so that it has gradients."""
+        """Whether any original parameter requires grad now."""
         return any(self.trains(original) for original in self.originals)
 
     @property
     def is_deferred(self) -> bool:
-        """Whether some of its parameters have no values yet."""
+        """Whether an original parameter has no values yet (``defer_init``)."""
         return any(original.template is not None for original in self.originals)
 
     @property
@@ -185,21 +188,21 @@ class FlatParam:
         return self.placement.shards > 1
 
     def extension_of(self, original: ParamInfo) -> FSDPExtensions | None:
-        """What cuts and gathers the rows of ``original`` in sharded states, where that is not flatparam."""
+        """Return the extension that cuts and gathers rows of ``original`` in sharded states; None: flatparam does."""
         return self._of_slice if original.form is None else original.form.extension
 
     def piece_ranges(self) -> tuple[tuple[int, int], ...]:
-        """``(start, numel)`` in the shard of each original parameter's piece; numel -1: none here."""
+        """Return ``(start, numel)`` of each original parameter's piece in the shard; numel -1: no piece."""
         return tuple(
             (piece.offset_in_shard or 0, piece.numel_in_shard or 0) if piece.in_shard else (0, -1)
             for piece in self.pieces
         )
 
     def shard_slices(self) -> Iterator[ShardSlice]:
-        """What this rank holds of each original parameter.
+        """Yield this rank's piece of each original parameter.
 
-        A piece is 1-D; it has the parameter's own shape where that is not sharded, and whole rows of it,
-        ``(rows, *shape[1:])``, where ``atomic`` keeps them together.
+        A piece is 1-D. It has the parameter's shape if the flat parameter is not sharded, and the shape
+        ``(rows, *shape[1:])`` if ``atomic`` keeps rows together.
         """
         is_sharded = self.is_sharded
         for original, (start, numel), in_rows in zip(self.originals, self.piece_ranges(), self.in_rows, strict=True):
@@ -212,22 +215,24 @@ class FlatParam:
             yield ShardSlice(original, start, numel, shape, stride)
 
     def view(self, flat: Tensor, original: ParamInfo, start: int) -> Tensor:
-        """``original``'s shape and strides at ``start`` of ``flat``."""
+        """Return a view of 1-D ``flat`` from element ``start`` with the shape and strides of ``original``."""
         return flat.as_strided(original.shape, original.stride, flat.storage_offset() + start)
 
     def unsharded(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views of an unsharded tensor ``[padded_numel]``, one an original parameter."""
+        """Yield views of an unsharded tensor ``[padded_numel]``, one for each original parameter."""
         for original, offset in zip(self.originals, self.layout.offsets, strict=True):
             yield self.view(flat, original, offset)
 
     def refuse_freed(self, shard: Tensor | None) -> None:
-        """Raises: ValueError naming a parameter if ``shard``, or what else has its length, has no memory."""
+        """Raises: ValueError naming a parameter if ``shard``, the shard or a tensor like it, has no memory."""
         refuse_freed(shard, f"the shard that holds `{self.originals[0].fqn}`")
 
     def gather(self, shard: Tensor) -> Tensor:
-        """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype.
+        """Gather ``shard`` ``[shard_numel]`` of all ranks into ``[padded_numel]``, on ``device`` in its own dtype.
 
-        Raises: ValueError naming a parameter if ``shard`` has no memory.
+        A collective call outside of a step; if the flat parameter is not sharded, ``shard`` itself, on ``device``.
+        ``shard``: the shard or a tensor like it, such as an optimizer state.
+        Raises: ValueError naming a parameter if ``shard`` has no memory; OrderError if other ranks do not gather it.
         """
         self.refuse_freed(shard)
         if not self.is_sharded:
@@ -244,11 +249,11 @@ class FlatParam:
         return shard
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of an unsharded tensor."""
+        """Return this rank's part of an unsharded tensor, as a view."""
         return whole.narrow(0, self.placement.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def spec(self, options: Options) -> FlatParamSpec:
-        """What ``_C.Unit`` takes for this flat parameter."""
+        """Return the description of this flat parameter for ``_C.Unit``."""
         placement = options.placement
         entries = tuple(
             (item.names[0].module, item.names[0].name, tuple(item.shape), None if item.contiguous else item.stride, at)
@@ -257,7 +262,7 @@ class FlatParam:
         shared = tuple((n.module, n.name, i) for i, item in enumerate(self.originals) for n in item.names[1:])
         predivide, postdivide = placement.factors
         if placement.full_precision and self.reduce_dtype in (torch.float32, torch.float64):
-            predivide, postdivide = 1.0, predivide * postdivide  # nothing overflows: divide the shard, not the whole
+            predivide, postdivide = 1.0, predivide * postdivide  # no overflow in fp32: divide the smaller shard
         use_orig_params = options.use_orig_params
         return FlatParamSpec(
             entries=entries,
@@ -292,7 +297,10 @@ class FlatParam:
 
 
 def describe_group(group: dist.ProcessGroup | None, host: dist.ProcessGroup | None = None) -> Group | None:
-    """A group, and one of its ranks for the host, as the C core takes it: with the names under which C++ knows them."""
+    """Return ``(group, its name in C++, the name of host in C++)`` for the C core; None for no group.
+
+    ``host``: a gloo group with the same ranks, for flags on the host.
+    """
     if group is None:
         return None
     return group, name_in_cpp(group), None if host is None else name_in_cpp(host)

@@ -1,4 +1,9 @@
-"""The original parameters of a unit: which of them one flat parameter can hold, and where they lie in it."""
+"""The original parameters of a unit: find them, refuse those that cannot be flattened, group them, lay them out.
+
+The wrapper's constructor calls ``find_originals`` and ``choose_blocks``. ``Unit`` calls ``check_tensors`` and
+``by_flat_param``, and ``FlatParam`` calls ``layout_of``. ``inspect`` calls all of them without processes. A
+``ParamInfo`` lives as long as its unit. The module allocates no shard and issues no collective.
+"""
 
 import functools
 import math
@@ -35,7 +40,7 @@ Atomic = Literal["row"] | Callable[[nn.Parameter], int] | None
 
 
 def check_layout_arguments(shard_alignment: int | None, atomic: Atomic) -> None:
-    """Raises: ValueError, TypeError for what the two arguments may not be."""
+    """Check the two arguments. Raises: TypeError, ValueError naming the argument."""
     if shard_alignment is not None:
         if isinstance(shard_alignment, bool) or not isinstance(shard_alignment, int):
             raise TypeError(f"expected shard_alignment to be bytes, an int, got {shard_alignment!r}")
@@ -46,20 +51,25 @@ def check_layout_arguments(shard_alignment: int | None, atomic: Atomic) -> None:
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Elements of one row: an index of dimension 0."""
+    """Return the number of elements of one row. A row is one index of dimension 0."""
     return math.prod(shape[1:])
 
 
 def has_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether each row of a dense tensor is one run of memory, and the rows follow each other."""
+    """Whether each row of a dense tensor is contiguous in memory, and the rows are in order."""
     return len(shape) == 0 or shape[0] <= 1 or stride[0] == row_numel(shape)
 
 
 def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequence[int], atomic: Atomic) -> int:
-    """Elements of ``param`` that stay together: a row, what the callable says, or one.
+    """Return how many consecutive elements of ``param`` stay on one rank.
 
-    Where the rows are no runs of memory (a transposed weight): all of it.
-    Raises: ValueError, TypeError naming the parameter when the callable gives no int of at least 1 (0 if it is empty).
+    | ``atomic`` | block |
+    |---|---|
+    | None | 1 |
+    | ``"row"`` | a row; the whole parameter if its rows are not contiguous (a transposed weight) |
+    | a callable | its result |
+
+    Raises: ValueError, TypeError naming the parameter if the callable returns no int >= 1 (>= 0 if it is empty).
     """
     if atomic is None:
         return 1
@@ -76,17 +86,17 @@ def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequen
 
 
 def keeps_rows(shape: Sequence[int], stride: Sequence[int], block: int) -> bool:
-    """Whether blocks of so many elements are whole rows, so that a piece has the parameter's dimensions."""
+    """Whether blocks of ``block`` elements are whole rows, so that a piece can have the parameter's dimensions."""
     if block >= math.prod(shape):
         return True
     return has_rows(shape, stride) and block % max(1, row_numel(shape)) == 0
 
 
 def alignment_of(shard_alignment: int | None, dtypes: Sequence[torch.dtype], use_orig_params: bool) -> int:
-    """Elements to whose multiples parameters are aligned; 0: none.
+    """Return the alignment of parameters in elements; 0: none.
 
-    ``dtypes``: of the shard, of gathers, and of reductions: aligned in each of them. With ``use_orig_params`` at least
-    16 bytes in gathers, as torch has it.
+    Args: ``shard_alignment``: bytes; ``dtypes``: of the shard, of gathers and of reductions; the alignment holds in
+    each. With ``use_orig_params`` it is at least 16 bytes in gathers, as in torch.
     """
     alignment = 16 // dtypes[1].itemsize if use_orig_params else 0
     if shard_alignment is not None:
@@ -95,11 +105,11 @@ def alignment_of(shard_alignment: int | None, dtypes: Sequence[torch.dtype], use
 
 
 def default_alignment(computes_on: torch.device | None) -> int | None:
-    """``shard_alignment`` where the user gives none: 16 bytes for NCCL, else torch's layout."""
+    """Return ``shard_alignment`` where the user passes none: 16 bytes for NCCL, else None, which is torch's layout."""
     return 16 if computes_on is not None and computes_on.type == "cuda" else None
 
 
-LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
+LOW = (torch.bfloat16, torch.float16)  # too low a precision for master weights and sums of gradients
 
 
 class Name(NamedTuple):
@@ -107,23 +117,23 @@ class Name(NamedTuple):
 
     module: nn.Module
     name: str
-    fqn: str  # from the unit's module on, without the names of wrappers
+    fqn: str  # below the unit's module, without the names that wrappers add
 
 
 @dataclass
 class ParamInfo:
-    """One original parameter."""
+    """One original parameter. Shape, strides and contiguity are those of the tensor that is flattened."""
 
     param: nn.Parameter
-    names: list[Name]  # a place each, the first is the one that named_parameters() gives
+    names: list[Name]  # one for each place; the first is the name in named_parameters()
     shape: torch.Size
     stride: tuple[int, ...]
     contiguous: bool
-    fqns: list[str]  # all: more than places, where a module is registered twice
-    block: int = 1  # elements that stay on one rank
-    template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
-    form: Form | None = None  # what modules have of it, where that is no plain tensor
-    kept: Kept | None = None  # frozen, of a subclass over plain memory: modules have an object of that
+    fqns: list[str]  # all names: more than places if a module is registered twice
+    block: int = 1  # consecutive elements that stay on one rank
+    template: Tensor | None = None  # the meta tensor if param is a placeholder, until values are loaded
+    form: Form | None = None  # if modules see an extension's tensor
+    kept: Kept | None = None  # if param is frozen and of a subclass over plain memory
 
     @property
     def fqn(self) -> str:
@@ -131,36 +141,36 @@ class ParamInfo:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether it is frozen and its bytes are no numbers to compute with: flattened apart, and never converted."""
+        """Whether it is flattened as bytes: in a flat parameter for bytes, which mixed precision never converts."""
         return self.kept is not None or not has_gradients(self.param.dtype)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Of what modules have of it: a DTensor's is that over all ranks of its mesh."""
+        """The shape that modules see; for a DTensor the global shape."""
         return tuple(self.shape if self.form is None else getattr(self.form.kept, "shape", self.shape))
 
     def formed(self, whole: Tensor) -> Any:
-        """What modules and state dicts have of a whole plain tensor: itself, or in the form of this parameter."""
+        """Make the tensor for modules and state dicts from the unsharded plain tensor ``whole``."""
         return whole if self.form is None else self.form.of(whole)
 
     def plain(self, value: Tensor) -> Tensor:
-        """The opposite."""
+        """Return the plain tensor in ``value``: the opposite of ``formed``."""
         if self.kept is not None:
             return stripped(value)
         return value if self.form is None else self.form.local(value)
 
     def parameter(self, whole: Tensor, requires_grad: bool) -> nn.Parameter:
-        """What modules have of a whole plain tensor, as a parameter in the same memory."""
+        """Make the parameter for modules from the unsharded plain tensor ``whole``, in the same memory."""
         if self.kept is None:
             return nn.Parameter(self.formed(whole), requires_grad)
         made = self.kept.dress(whole.detach()).requires_grad_(requires_grad)
-        assert isinstance(made, nn.Parameter)  # of the class of one
+        assert isinstance(made, nn.Parameter)  # its class derives from nn.Parameter
         return made
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a unit needs to know of its settings."""
+    """The settings of one unit."""
 
     placement: Placement
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -169,8 +179,8 @@ class Options:
     shard_alignment: int | None = None
     atomic: Atomic = None
     offload_grads: bool = False
-    device: torch.device | None = None  # to compute on, where the shards lie on the host
-    offload_params: bool = False  # as it was asked for, also where there is nothing but the host
+    device: torch.device | None = None  # the device to compute on if the shards are on the host, else None
+    offload_params: bool = False  # as the user passed it, also if there is no accelerator
     extensions: tuple[FSDPExtensions, ...] = ()
 
 
@@ -181,10 +191,11 @@ def find_originals(
     extensions: tuple[FSDPExtensions, ...] = (),
     placement: Placement | None = None,
 ) -> list[ParamInfo]:
-    """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
+    """Return the parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
 
-    Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it; or one of
-    a lazy module, which is uninitialized.
+    Changes nothing.
+    Raises: ValueError naming a parameter that is uninitialized (lazy), is in a module of torch.jit, or is a DTensor on
+    a mesh that does not fit ``placement``.
     """
     found: dict[int, ParamInfo] = {}  # by the parameters' ids
     mine = set(own)
@@ -240,14 +251,14 @@ def find_originals(
 
 
 def choose_blocks(originals: Iterable[ParamInfo], atomic: Atomic) -> None:
-    """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
+    """Set ``block`` of each parameter. Raises: ValueError, TypeError naming the parameter."""
     for original in originals:
         whole: Any = original.param if original.template is None else original.template
         original.block = block_of(original.fqn, whole, original.shape, original.stride, atomic)
 
 
 def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
-    """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
+    """Refuse parameters that one unit cannot flatten. Changes nothing. Raises: ValueError naming the first of them."""
     if not originals:
         return
     first = next((original for original in originals if not original.in_bytes), originals[0])
@@ -261,7 +272,7 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
             and _C.is_plain_tensor(param)
             and not isinstance(param, FlatParameter)
         ):
-            continue  # as the first one, which is looked at more closely
+            continue  # it is like the first parameter, which passes the full checks below
         what = f"parameter `{original.fqn}` (shape {tuple(original.shape)}, {param.dtype} on {param.device})"
         if param.device != first.param.device:
             raise DeviceError(
@@ -301,7 +312,7 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
                     f"Cannot flatten {what}: `{holder}` has its memory, and is what its module computes with, whatever "
                     "is sharded, gathered or loaded; ignore it (ignored_states)"
                 )
-            continue  # in a flat parameter of its own
+            continue  # bytes have a separate flat parameter, so the dtype need not match
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(
                 f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
@@ -322,7 +333,7 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
 
 @functools.cache
 def can_be_copied(dtype: torch.dtype) -> bool:
-    """Whether torch copies elements of ``dtype``; it does not those of less than a byte."""
+    """Whether torch can copy elements of ``dtype``. It cannot copy elements smaller than a byte."""
     try:
         torch.empty(1, dtype=dtype).clone()
     except NotImplementedError:
@@ -331,7 +342,11 @@ def can_be_copied(dtype: torch.dtype) -> bool:
 
 
 def by_flat_param(originals: list[ParamInfo], options: Options) -> list[list[ParamInfo]]:
-    """The originals of each flat parameter of a unit."""
+    """Group the originals of a unit, one group for each flat parameter; groups that train come first.
+
+    Bytes form a group for each dtype. The others are grouped by dtype and requires_grad with ``segments``, else
+    together.
+    """
     groups: dict[Any, list[ParamInfo]] = {}
     for original in originals:
         apart = (original.param.dtype, original.param.requires_grad)
@@ -343,22 +358,22 @@ def by_flat_param(originals: list[ParamInfo], options: Options) -> list[list[Par
 
 
 class Dtypes(NamedTuple):
-    """What a flat parameter computes and is reduced in; None: the parameters' dtype, and that which they compute in."""
+    """The dtypes of mixed precision for one flat parameter."""
 
-    compute: torch.dtype | None
-    reduce: torch.dtype | None
+    compute: torch.dtype | None  # None: the parameters' dtype
+    reduce: torch.dtype | None  # None: the dtype of computation
 
 
 def layout_of(originals: Sequence[ParamInfo], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
-    """Where parameters of one flat parameter lie, and their dtypes.
+    """Return the layout of one flat parameter over ``shards`` ranks, and its dtypes.
 
-    Mixed precision would lose half of a complex one, and bytes are no numbers.
+    Mixed precision does not apply to complex parameters, whose imaginary part it would drop, nor to bytes.
     """
     first, precision = originals[0].param, options.mixed_precision
     real = first.is_floating_point() and not originals[0].in_bytes
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
     dtype = dtypes.compute or first.dtype
-    arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # else torch's layout
+    arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # False: torch's layout, without blocks
     layout = FlatLayout.of_shapes(
         [original.shape for original in originals],
         shards,
@@ -372,7 +387,7 @@ def layout_of(originals: Sequence[ParamInfo], shards: int, options: Options) -> 
 
 
 def check_not_rounded(name: str, original: ParamInfo, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in ``dtype``. Raises: ValueError naming the parameter if that loses something."""
+    """Return ``value`` in ``dtype``. Raises: ValueError naming the parameter if the conversion changes a value."""
     if value.dtype == dtype:
         return value
     converted = value.to(dtype)
@@ -385,12 +400,12 @@ def check_not_rounded(name: str, original: ParamInfo, value: Tensor, dtype: torc
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype and shape are equal bit for bit: -0.0 is not 0.0, and a NaN is itself."""
+    """Whether two tensors of one dtype and shape are equal bit for bit: -0.0 differs from 0.0; equal NaN are equal."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The elements of ``value`` as a 1-D tensor in the order of memory that dense strides give."""
+    """Return the elements of ``value`` as a 1-D tensor, in the memory order of dense strides ``stride``."""
     if value.stride() == stride:
         return in_storage_order(value)
     ordered = value.new_empty(value.numel())

@@ -1,4 +1,9 @@
-"""Over which ranks a unit's parameter, gradient and optimizer state are spread: data, one row a strategy."""
+"""The process groups over which a unit's parameter, gradient and optimizer state are sharded.
+
+``TABLE`` has one row for each strategy; nothing else decides by a strategy's name. The wrapper's constructor calls
+``groups_of`` and ``place``; all other code reads the ``Placement``. The module owns the groups that it makes (those of
+a machine, the outer groups) and knows no parameter.
+"""
 
 import dataclasses
 import json
@@ -20,15 +25,26 @@ from ..desync.stores import store_of_world
 
 
 class Row(NamedTuple):
-    """One strategy, by the names of groups: ``wide`` is all ranks that share gradients, ``inner`` and ``outer`` the
-    dimensions of a grid (ranks that share the parameter; the replicas of one shard), None is this rank alone.
+    """One strategy. The first four fields are names of groups; None is this rank alone.
 
-    ``param``: in forward and backward; ``optim``: the shard that the optimizer steps, and its gradient's;
-    ``replicate``: the gradient is all-reduced over it, after it was reduce-scattered over ``grad``. Where ``param`` is
-    another group than ``optim``, the unsharded data are gathered over ``optim`` once after a change of the shards.
-    ``nested``: the shards of the ranks of ``outer`` make up one rank's part over ``param``, so parameters and gradients
-    go through ``outer`` and ``inner`` one after the other. ``full_precision``: gradients are reduced in the precision
-    of the shard unless MixedPrecision.reduce_dtype says otherwise, and the shard must not be of a low one.
+    | group | ranks |
+    |---|---|
+    | ``wide`` | all that share gradients |
+    | ``inner`` | one dimension of a grid: those that share the parameter |
+    | ``outer`` | the other dimension: those that have the same shard over ``inner`` |
+
+    | field | meaning |
+    |---|---|
+    | ``param`` | the parameter is sharded over it in forward and backward |
+    | ``grad`` | the gradient is reduce-scattered over it |
+    | ``optim`` | the shards that the optimizer steps, and their gradients, are spread over it |
+    | ``replicate`` | the gradient of the shard is all-reduced over it afterwards |
+    | ``nested`` | gathers and reductions go through ``outer`` and ``inner`` in turn, not through ``wide`` at once |
+    | ``full_precision`` | MixedPrecision.reduce_dtype is the shard's dtype by default, which must not be a low one |
+
+    If ``param`` and ``optim`` differ, there is a secondary shard, or with ``param=None`` a whole copy. It is gathered
+    over ``optim`` once after each change of the shards. ``nested``: one rank's secondary shard consists of the shards
+    of the ranks of ``outer``.
     """
 
     param: str | None
@@ -40,7 +56,10 @@ class Row(NamedTuple):
     full_precision: bool = False
 
     def over(self, sizes: Mapping[str, int]) -> "Row":
-        """The same row over groups of these sizes: a group of one rank is none, and groups of one size are one."""
+        """Return the row for groups of ``sizes``. Groups of one rank become None; a ``param`` as large as optim, optim.
+
+        ``nested`` stays only with a secondary shard.
+        """
         param, grad, optim, replicate = (name if name and sizes[name] > 1 else None for name in self[:4])
         if param is not None and optim is not None and sizes[param] == sizes[optim]:
             param = optim
@@ -62,16 +81,16 @@ TABLE: dict[ShardingStrategy, Row] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The groups of one unit; None is this rank alone.
+    """The groups of one unit; None is this rank alone. Immutable; the groups belong to the process.
 
-    Args: ``param``: the ranks that share the parameter in forward and backward; ``grad``: over which the gradient is
-    reduce-scattered; ``optim``: over which the optimizer's shard and state are spread; ``replicate``: over which the
-    gradient of the shard is all-reduced as well; ``reshard_after_forward``: free the parameter between forward and
-    backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
-    ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one; ``mesh``: what
-    the groups are of, if that is a device mesh: sharded states are DTensors on it; ``given``: the group that was asked
-    for, which is none of these where it has one rank; ``host``: of gloo, over which the ranks of ``optim`` tell each
-    other which copies are old, if they do that on the host.
+    Args: ``param``: the ranks that share the parameter in forward and backward; ``grad``: the gradient is
+    reduce-scattered over it; ``optim``: the optimizer's shard and state are spread over it; ``replicate``: the gradient
+    of the shard is all-reduced over it afterwards; ``reshard_after_forward``: free the parameter between forward and
+    backward; ``outer``: for nested strategies (docs/layerzero.md) the ranks of ``optim`` that have this rank's place in
+    ``param``; ``full_precision``: reduce gradients in the dtype of the shard, which must not be a low one; ``mesh``:
+    the device mesh that has the groups, if any: sharded states are DTensors on it; ``given``: the group that the user
+    passed, also if it has one rank and all others are None; ``host``: a gloo group with the ranks of ``optim``, for
+    flags on the host, or None.
     Raises: ValueError for groups that do not fit together.
     """
 
@@ -108,10 +127,10 @@ class Placement:
                 )
 
     def __deepcopy__(self, memo: Any) -> "Placement":
-        return self  # groups belong to the process, and nothing here changes
+        return self  # immutable, and groups belong to the process
 
     def __getstate__(self) -> dict[str, Any]:
-        """With how all ranks have cut ``optim``: whoever loads it cannot ask them."""
+        """Add the cut of ``optim`` into inner groups: unpickling issues no collective, so it cannot compare it anew."""
         cut = None if self.outer is None else inner_groups(self.param, self.optim)
         return {**vars(self), "given": None, "host": None, "cut": cut}
 
@@ -124,44 +143,44 @@ class Placement:
 
     @property
     def shards(self) -> int:
-        """How many ranks share the optimizer's shard."""
+        """The number of shards that the optimizer steps."""
         return 1 if self.optim is None else self.optim.size()  # asked often: a sixth of dist.get_world_size
 
     @property
     def rank(self) -> int:
-        """Which of these shards is ours."""
+        """The index of this rank's shard among ``shards``."""
         if self.outer is not None:
             return self.param_rank * dist.get_world_size(self.outer) + dist.get_rank(self.outer)
         return 0 if self.optim is None else dist.get_rank(self.optim)
 
     @property
     def has_secondary_shard(self) -> bool:
-        """Whether forward and backward gather over other ranks than the optimizer's shards are spread over."""
+        """Whether forward and backward gather from a secondary shard, over fewer ranks than ``optim``."""
         return self.param is not None and self.param is not self.optim
 
     @property
     def param_shards(self) -> int:
-        """How many ranks share what forward and backward gather from; 1 where that is the shards themselves."""
+        """The number of secondary shards; 1 without them."""
         return dist.get_world_size(self.param) if self.has_secondary_shard else 1
 
     @property
     def param_rank(self) -> int:
-        """Ours among them."""
+        """The index of this rank's secondary shard; 0 without one."""
         return dist.get_rank(self.param) if self.has_secondary_shard else 0
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same shard and average its gradient."""
+        """The number of ranks that hold the same shard and all-reduce its gradient."""
         return 1 if self.replicate is None else dist.get_world_size(self.replicate)
 
     @property
     def stays_full(self) -> bool:
-        """Whether the unsharded parameter keeps its memory."""
+        """Whether the unsharded parameter keeps its memory between steps."""
         return self.param is None and self.optim is not None
 
     @property
     def can_be_stale(self) -> bool:
-        """Whether there is a copy beside the shards, which may be old."""
+        """Whether there is a copy beside the shards, which is stale after an optimizer step."""
         return self.has_secondary_shard or self.stays_full
 
     @property
@@ -170,16 +189,16 @@ class Placement:
         return [group for group in (self.optim, self.replicate) if group is not None]
 
     def traced(self) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
-        """The groups of a unit's collectives, each as ``(which, group)``.
+        """Yield ``(which, group)``: the trace of ``group`` records the collectives ``which`` of ``_C.Unit.follow``.
 
-        The trace of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``.
+        ``which``: one of ``_C.GROUP_*``, plus ``_C.GROUPS`` for a second trace of the same collectives.
         """
         yield _C.GROUP_SHARD, self.optim
         yield _C.GROUP_REPLICATE, self.replicate
         if self.has_secondary_shard:
-            # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
-            # ranks come to all collectives in one order, or they would wait for each other in different groups.
-            second = _C.GROUPS  # from there on: who is told besides
+            # Two inner groups may run different units while they gather from secondary shards. The ranks of one inner
+            # group must issue all collectives in one order, else two of them could wait in different groups.
+            second = _C.GROUPS
             for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_OUTER):
                 yield which, self.param
             yield _C.GROUP_OUTER, self.optim
@@ -190,9 +209,9 @@ class Placement:
         return list(dict.fromkeys(group for _, group in self.traced() if group is not None))
 
     def with_host(self, device: torch.device | None) -> "Placement":
-        """The same for a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
+        """Return the placement with the group ``host``, if a unit on ``device`` has copies that can be stale.
 
-        A collective call, the first time over a group, for ranks that have compared a unit over it.
+        The first call over a group is collective, for ranks that have compared a unit over it.
         """
         if not self.can_be_stale or self.optim is None or device is None or device.type == "cpu":
             return self
@@ -200,11 +219,11 @@ class Placement:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What a gradient is divided by before and after it is summed over the ranks."""
+        """The divisors of a gradient before and after it is summed over the ranks."""
         return averaging_factors(self.shards * self.replicas)
 
     def holder(self, shard: int) -> int:
-        """The rank in ``optim`` that holds shard ``shard``; it is another one where shards are nested."""
+        """Return the rank in ``optim`` that holds shard ``shard``: ``shard`` itself, unless shards are nested."""
         if self.outer is None or self.optim is None:
             return shard
         inner, outer = divmod(shard, dist.get_world_size(self.outer))
@@ -213,7 +232,9 @@ class Placement:
 
 
 def averaging_factors(ranks: int) -> tuple[float, float]:
-    """``(before, after)``: their product is ``ranks``, and neither lets a sum overflow or underflow by much.
+    """Return the divisors ``(before, after)`` of an average over ``ranks``, both near the square root of ``ranks``.
+
+    Their product is ``ranks``. To divide in two parts keeps sums in low precision from overflow and underflow.
 
     Source: torch 2.13 ``DefaultState._get_gradient_predivide_factor``.
     """
@@ -224,7 +245,7 @@ def averaging_factors(ranks: int) -> tuple[float, float]:
 
 
 def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> Placement:
-    """The placement of a row over groups by name."""
+    """Return the placement of ``strategy`` over ``groups``, which have the names of ``TABLE``."""
     row = TABLE[strategy].over({name: group.size() for name, group in groups.items()})
     param, grad, optim, replicate = (None if name is None else groups[name] for name in row[:4])
     outer = outer_group(param, optim, groups.get("outer")) if row.nested else None
@@ -239,21 +260,22 @@ def is_grid(strategy: ShardingStrategy) -> bool:
 
 
 def takes_a_wide_group(strategy: ShardingStrategy) -> bool:
-    """Whether the second group of a pair is the whole grid, not its other dimension."""
+    """Whether the second group of a user's pair is the whole grid (LayerZero), not its other dimension."""
     return is_grid(strategy) and "wide" in TABLE[strategy]
 
 
 def world() -> Any:
-    """The group of all ranks. Raises: ValueError, if there is none yet."""
+    """Return the group of all ranks. Raises: ValueError if torch.distributed is not initialized."""
     if dist.group.WORLD is None:
         raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
     return dist.group.WORLD
 
 
 def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> dict[str, dist.ProcessGroup]:
-    """The groups, by the names in the table, that the user's arguments give.
+    """Return the groups in the user's arguments, by the names of ``TABLE``.
 
-    Raises: ValueError and TypeError as torch does, saying which argument the strategy takes.
+    For a strategy with a grid and a wide group, all ranks of the wide group must call this (``check_pair``).
+    Raises: ValueError and TypeError as torch does, naming the argument that the strategy takes.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
@@ -284,16 +306,17 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         got = f"the text {process_group!r}" if isinstance(process_group, str) else len(process_group)
         raise TypeError(f"{strategy.name} takes one process group, got {got}; a pair is for HYBRID_SHARD")
     group: Any = dist.group.WORLD if process_group is None else process_group
-    if isinstance(group, dist.ProcessGroup) or getattr(group, "size", int)() != 1:  # of one rank, nothing is asked
+    if isinstance(group, dist.ProcessGroup) or getattr(group, "size", int)() != 1:  # any object of size 1 will do
         _check_groups(group)
     return {"wide": group}
 
 
 def groups_of_machine(strategy: ShardingStrategy) -> tuple[Any, Any] | None:
-    """The ranks of this machine, and those across machines, or all, for a strategy that needs a grid.
+    """Return ``(inner, outer or wide)`` for a strategy that needs a grid: the ranks of this machine are ``inner``.
 
-    None for others, and unless it is known which ranks these are. A collective call for the world, the first time. As
-    many ranks as the launcher has started on a machine; if it says nothing, one a device, as torch's class takes it.
+    None: the strategy needs no grid, or the number of ranks of a machine is unknown or does not divide the world. The
+    number is LOCAL_WORLD_SIZE, else the number of devices, as in torch's class. The first call is collective over the
+    world.
     """
     world: Any = dist.group.WORLD
     if not is_grid(strategy) or world is None:
@@ -345,9 +368,9 @@ def _said(group: dist.ProcessGroup | None) -> str:
     return "this rank alone" if group is None else f"ranks {dist.get_process_group_ranks(group)}"
 
 
-# A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts
+# The cut of a wide group into inner groups: compare it over all ranks, and make the outer groups
 
-Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
+Cut = tuple[tuple[int, ...], ...]  # the global ranks of every inner group
 
 _cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
 _exchanged: "weakref.WeakKeyDictionary[Any, Meetings]" = weakref.WeakKeyDictionary()
@@ -355,16 +378,16 @@ _made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" 
 
 
 def inner_groups(inner: Any, wide: Any) -> Cut:
-    """The inner groups that ``wide`` is cut into, by their first ranks, as ``check_pair`` has found them."""
+    """Return the inner groups of ``wide`` in the order of their first ranks. ``check_pair`` has found them before."""
     return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
 
 
 def check_pair(inner: Any, wide: Any, what: str) -> None:
-    """Compare with all ranks of ``wide`` how it is cut into groups like ``inner``.
+    """Compare the cut of ``wide`` into inner groups over all ranks of ``wide``, and remember it for ``inner_groups``.
 
-    A call that all of them make; it moves no tensor. ``what``: begins the messages.
-    Raises: ValueError on each rank of ``wide`` alike unless the inner groups are of one size, disjoint, inside of
-    ``wide`` and cover it, and all have named the same ``wide``.
+    All ranks of ``wide`` call this. It goes through the store and issues no collective. ``what``: begins the messages.
+    Raises: ValueError on each rank of ``wide`` alike unless all ranks pass the same ``wide``, and the inner groups have
+    one size, are disjoint, and cover ``wide`` exactly.
     """
     mine = (_ranks(inner), _ranks(wide))
     claims = _exchange(mine)
@@ -385,7 +408,7 @@ def check_pair(inner: Any, wide: Any, what: str) -> None:
 
 
 def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, Any]) -> str | None:
-    """What is wrong with the groups that the ranks have named, the same on all of them; None: nothing."""
+    """Return the problem with the groups in ``claims``, the same text on all ranks; None: they fit."""
     wide = mine[1]
     for rank, (_, other) in claims.items():
         if other != wide:
@@ -422,14 +445,14 @@ def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, 
 
 
 def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
-    """What every rank of the wide group has named in its call of the same number, by rank.
+    """Return the ``(inner, wide)`` ranks of every rank of the wide group, by rank.
 
-    Through the store that the process group was made with (csrc/README.md says why). A store may outlive the groups
-    made with it, so keys have the number of the world, which each rank counts alike.
+    It goes through the world's store (csrc/README.md says why). A store may outlive the groups made with it, so keys
+    begin with the world's generation.
     """
     inner, wide = mine
     world: Any = dist.group.WORLD
-    if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
+    if dist.get_backend(world) == "fake":  # there are no other ranks: assume that they would pass the same cut
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
     if world not in _exchanged:
         _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {generation_of_world()}")
@@ -438,18 +461,18 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
 
 
 def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
-    """``wide`` cut into runs like ``inner``, or, if that is no run, as the columns of a grid."""
+    """Cut ``wide`` into runs as long as ``inner``; if ``inner`` is not one of them, into the columns of a grid."""
     size, count = len(inner), len(wide) // max(1, len(inner))
     runs = tuple(wide[i * size : (i + 1) * size] for i in range(count))
     return runs if inner in runs else tuple(wide[i::count] for i in range(count))
 
 
 def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
-    """The group of the ranks that have this one's place in their inner groups: ``given``, or made here once, with the
-    backends of ``wide``.
+    """Return the group of the ranks that have this rank's place in their inner groups.
 
-    All ranks of ``wide`` call it. Raises: ValueError for a ``given`` one of other ranks, and without one unless
-    ``wide`` is the world: torch makes groups with all of its ranks.
+    It is ``given``, or a group with the backends of ``wide``, made once. All ranks of ``wide`` call this.
+    Raises: ValueError if ``given`` has other ranks; or without ``given`` if ``wide`` is not the world, since torch
+    needs all ranks of the world to make a group.
     """
     cut = inner_groups(inner, wide)
     columns = [tuple(sorted(column)) for column in zip(*cut, strict=True)]

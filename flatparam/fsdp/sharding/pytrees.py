@@ -1,4 +1,8 @@
-"""Finding the tensors in what a module returns, and casting those in what it is given, whatever holds them."""
+"""Tensors in the arguments and results of a module: find, cast and move them, in any container.
+
+The wrapper's forward calls this. Containers are registered pytrees, dataclasses, mappings, sequences and sets;
+``find_tensors`` also looks into the attributes of other objects. The module knows no parameter.
+"""
 
 import copy
 import dataclasses
@@ -15,7 +19,7 @@ from ...common.torch_private import _pytree as pytree
 
 
 class DeviceError(ValueError, RuntimeError):
-    """Something is not on the device where it should be; of both types that torch's versions raise."""
+    """A tensor is on the wrong device. torch raised ValueError or RuntimeError for it, depending on the version."""
 
 
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -24,7 +28,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Every tensor in ``value``: registered pytrees, dataclasses, mappings, and attributes of other objects."""
+    """Return every tensor in ``value``: in containers, and in the attributes of other objects except modules."""
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
     rest = [value]
@@ -63,7 +67,10 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with ``function`` applied to its tensors; ``value`` itself if that changes none."""
+    """Apply ``function`` to the tensors in ``value``, and return a copy; ``value`` itself if no tensor changes.
+
+    Unlike ``find_tensors``, this leaves the attributes of other objects alone. ``value`` is not modified.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _PLAIN):
@@ -82,14 +89,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _map_held(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy of a container, perhaps of a class that no pytree knows, with ``function`` applied; itself as above."""
+    """``map_tensors`` for a list, tuple, set or dict, or an instance of a subclass that is no registered pytree."""
     if isinstance(value, (dict, UserDict)):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         changed = {key: item for key, item in mapped.items() if item is not value[key]}
         if not changed:
             return value
         new: Any = copy.copy(value)
-        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+        if getattr(value, "__dict__", None) is value:  # a dict that is its own __dict__ (d.key is d["key"])
             new.__dict__ = new
         for key, item in changed.items():
             new[key] = item
@@ -110,14 +117,14 @@ def _map_held(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast_floats(dtype: torch.dtype, value: Any) -> Any:
-    """Floating-point tensors in ``value`` as ``dtype``."""
+    """Cast the floating-point tensors in ``value`` to ``dtype``; others stay."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def move_tensors(device: torch.device, value: Any, name: str) -> Any:
-    """The tensors in ``value`` on ``device``; ``value`` itself if they are there.
+    """Move the tensors in ``value`` to ``device``; return ``value`` itself if they are there already.
 
-    Raises: DeviceError for one that is on the meta device.
+    Raises: DeviceError, beginning with ``name``, for a tensor on the meta device.
     """
 
     def move(tensor: Tensor) -> Tensor:
@@ -128,6 +135,6 @@ def move_tensors(device: torch.device, value: Any, name: str) -> Any:
             )
         if tensor.device == device:
             return tensor
-        return tensor.to(device, non_blocking=device.type != "cpu")  # the host reads it at once
+        return tensor.to(device, non_blocking=device.type != "cpu")  # the host may read a copy on the CPU at once
 
     return map_tensors(move, value)

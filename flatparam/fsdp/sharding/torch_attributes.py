@@ -1,6 +1,7 @@
-"""The attributes by which torch's ``FlatParameter`` describes itself, on ours: tools read them from ``parameters()``.
+"""torch's attributes of a ``FlatParameter``, set on ours for tools that read them from ``parameters()``.
 
-They are for reading. What is unsharded has none: C has it, for as long as a step needs it.
+They are for reading only. Attributes of the unsharded data are not set: C owns that memory during a step.
+``unit/unit.py`` and ``wrapper/torch_names.py`` call this.
 Source: torch 2.13, ``torch/distributed/fsdp/_flat_param.py``.
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def describe(flat_param: FlatParam) -> None:
-    """Let ``flat_param.flat`` say what it has. Again when it is given other data."""
+    """Set torch's attributes on ``flat_param.flat``. Call it again when ``flat.data`` is replaced."""
     flat: Any = flat_param.flat
     layout, originals = flat_param.layout, flat_param.originals
     flat._fqns = tuple(original.fqn for original in originals)
@@ -40,13 +41,15 @@ def describe(flat_param: FlatParam) -> None:
     flat_param.dtype = flat.dtype
     flat._params = [original.param for original in originals] if flat_param.use_orig_params else None
     if flat_param.compute_dtype is not None:
-        flat._mp_shard = flat.new_empty(0, dtype=flat_param.compute_dtype)  # a gather's input, which is not kept
+        flat._mp_shard = flat.new_empty(0, dtype=flat_param.compute_dtype)  # empty, as torch's outside of a gather
 
 
 def now(flat_param: FlatParam, whole: Tensor | None) -> nn.Parameter:
-    """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard.
+    """Return the flat parameter as torch shows it at this moment.
 
-    Where the original parameters have the gradients, it has the one that these are pieces of, if there is such a one.
+    Its data are the unsharded memory while that is allocated, else the shard. ``whole``: a tensor at the beginning of
+    the unsharded memory. With ``use_orig_params`` it has a gradient if the originals' gradients are views of one
+    tensor: that tensor.
     """
     flat, grad = flat_param.flat, _common_gradient(flat_param) if flat_param.use_orig_params else None
     if whole is not None and flat_param.is_sharded and not _C.lacks_memory(whole):

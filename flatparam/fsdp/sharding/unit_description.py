@@ -1,4 +1,7 @@
-"""What ranks compare of a unit before they build it: its settings, its parameters, and digests of their values."""
+"""The description of a unit that ranks compare before they build it: settings, parameters, digests of their values.
+
+The wrapper's constructor passes it to ``desync/same_unit.py``. State dicts and checkpoints use the digests.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +16,7 @@ from .pytrees import DeviceError
 
 
 def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> Described:
-    """Of a unit: its name and settings, then each of its parameters."""
+    """Return a unit's name and settings, then one entry for each of its parameters."""
     placement, precision = options.placement, options.mixed_precision
     device = next(((options.device or original.param.device).type for original in originals), "no device")
     settings = (
@@ -40,7 +43,7 @@ def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> De
 
 
 def check_device(name: str, originals: list[ParamInfo], options: Options) -> None:
-    """Raises: DeviceError if a group of the unit has no collectives for the device of its parameters."""
+    """Raises: DeviceError naming a parameter if a group of the unit has no collectives for its device."""
     for original in originals[:1]:
         _check_device(name, original, options.device or original.param.device, options.placement.compared)
 
@@ -57,18 +60,22 @@ def _check_device(name: str, original: ParamInfo, device: torch.device, groups: 
 
 
 def digests_of(originals: list[ParamInfo]) -> dict[str, int]:
-    """By FQN; 0 for a parameter without values. Each device is waited for once: it copies the parts of all at once."""
+    """Return a digest of each parameter's values, by FQN; 0 for a parameter without values.
+
+    A device copies samples of all its parameters to the host in one go: one wait a device. Large tensors are sampled,
+    so equal digests do not prove equal values.
+    """
     digests = [0] * len(originals)
     on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, original in enumerate(originals):
         value = original.param
         if original.template is not None or _C.lacks_memory(value):
-            continue  # those that lack memory are refused by name when they are flattened
+            continue  # flattening raises an error with the name of a parameter that lacks memory
         if value.is_cpu or not _C.is_plain_tensor(value):
             digests[i] = digest_of(value)
         else:
             ordered = in_storage_order(value.detach())
-            part = ordered[:: 1 + ordered.numel() // 2**15].contiguous()  # some ten thousand elements
+            part = ordered[:: 1 + ordered.numel() // 2**15].contiguous()  # at most 2**15 elements
             on_device.setdefault(value.device, {})[i] = part.view(torch.uint8)
     for parts in on_device.values():
         copies = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
@@ -78,7 +85,7 @@ def digests_of(originals: list[ParamInfo]) -> dict[str, int]:
 
 
 def digest_of(value: torch.Tensor) -> int:
-    """To tell values of one shape and dtype on the host apart: of large ones it reads a part. 0 for no plain tensor."""
+    """Return a digest of a tensor on the host; 0 for a tensor that is not plain. Large tensors are sampled."""
     try:
         return _C.digest(value)
     except TypeError:  # it is not dense
