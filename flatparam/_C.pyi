@@ -1,4 +1,7 @@
-"""The types of the C extension; what is Final cannot be set. Docstrings and headers in csrc say what functions do."""
+"""The types of the C extension ``flatparam._C``. Docstrings of the extension and headers in csrc document functions.
+
+Final marks attributes that are read-only.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, SupportsIndex, TypeVar, final

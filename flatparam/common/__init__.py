@@ -1,1 +1,1 @@
-"""What the drop-in, the runtime and LayerZero share."""
+"""Mechanisms that the drop-in, the runtime and LayerZero share. Nothing here imports those three."""

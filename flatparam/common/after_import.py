@@ -1,4 +1,7 @@
-"""Changing modules: those that have a class by some name, and one once somebody imports it, without importing it."""
+"""Change Python modules of other libraries: modules that are imported, and modules that may be imported later.
+
+The installer of the drop-in and the patches of ``fsdp/interop`` call this. It imports no module itself.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +12,7 @@ from types import ModuleType
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Call ``change(module)`` now if the module ``name`` is imported, else as soon as it has been."""
+    """Call ``change(module)`` now if the module ``name`` is imported, else right after its import."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -18,13 +21,16 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 def names_of(thing: object) -> list[tuple[ModuleType, str]]:
-    """Where imported modules have ``thing``: the module, and the name there."""
+    """Return ``(module, name)`` for each global name of an imported module that refers to ``thing``."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is thing]
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do, until it has been imported: others may only ask for its spec."""
+    """A finder of one module, which asks the finders behind it and adds ``change`` to the module's execution.
+
+    It stays in ``sys.meta_path`` until the module was executed: a caller of ``find_spec`` may not import the module.
+    """
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]):
         self._name, self._change = name, change

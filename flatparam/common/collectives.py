@@ -1,6 +1,8 @@
-"""Collectives by the names that the installed torch has, looked up at each call: users count and replace them.
+"""Collectives of torch by the names that this torch has, waits that Ctrl-C can end, and facts about backends.
 
-They are waited for in slices, so that Ctrl-C is noticed meanwhile: torch waits in C++ until they have ended.
+Functions are looked up at each call, because users count calls and replace functions. torch waits in C++ until a
+collective has ended, so waits here are cut into slices in which Python handles signals. The drop-in, LayerZero and
+``fsdp/desync`` use this. No rank is compared here: see ``fsdp/desync/checked_collectives.py``.
 """
 
 import datetime
@@ -26,17 +28,17 @@ _backends: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDic
 
 
 def unwrapped(backend: Any) -> Any:
-    """Without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    """Return the backend inside the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL; ``backend`` itself without wrapper."""
     return getattr(backend, "wrapped_pg", backend)
 
 
 def name_of(backend: Any) -> str:
-    """What it calls itself; empty: it does not."""
+    """Return the backend's own name, such as "gloo"; empty: it has none."""
     return str(backend.name()) if hasattr(backend, "name") else ""
 
 
 def name_in_cpp(group: dist.ProcessGroup) -> str | None:
-    """The name under which C++ finds ``group``, if it does."""
+    """Return the name under which C++ finds ``group``; None: it does not."""
     name = group.group_name
     try:
         known = dist.distributed_c10d._resolve_process_group(name) is not None
@@ -46,22 +48,22 @@ def name_in_cpp(group: dist.ProcessGroup) -> str | None:
 
 
 def can_be_cut(backend: Any) -> bool:
-    """Whether waits for its collectives may be given up and begun again: gloo's may, those of others abort."""
+    """Whether a wait for a collective may time out and be repeated. In gloo it may; other backends abort then."""
     return name_of(unwrapped(backend)) == "gloo"
 
 
 def is_sliced(group: Any, device: torch.device) -> bool:
-    """The same of the backend that ``group`` has for ``device``."""
+    """``can_be_cut`` for the backend that ``group`` has for ``device``."""
     return _backend_of(group, device) == "gloo"
 
 
 def tells_when_done(group: Any, device: torch.device) -> bool:
-    """Whether the works of ``group`` do, whose own waits leave the host out: NCCL's, by events of the device."""
+    """Whether ``work.is_completed()`` tells that the device has finished. For NCCL: its ``wait()`` blocks no host."""
     return _backend_of(group, device) == "nccl"
 
 
 def _backend_of(group: Any, device: torch.device) -> str:
-    """The name of it; empty: ``group`` has none of torch's kind."""
+    """Return the name of the backend of ``group`` for ``device``; empty: it has none of torch's kind."""
     of_group = _backends.setdefault(group, {})
     if device.type not in of_group:
         try:
@@ -74,11 +76,12 @@ def _backend_of(group: Any, device: torch.device) -> str:
 def gloo_beside(
     group: dist.ProcessGroup, store: dist.Store, name: Any, timeout: datetime.timedelta, connecting: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """A group of gloo with the ranks of ``group``. A collective call.
+    """Make a gloo group with the ranks of ``group``. A collective call for these ranks only.
 
-    ``name``: that no group had in ``store``; C++ finds it by that for as long as it is referred to. torch's
-    ``new_group()`` asks all ranks of the world, or names a group after how many groups a rank has. ``timeout``: of its
-    collectives; ``connecting``: of this call. Raises: RuntimeError, where a rank finds no network to the others.
+    torch's ``new_group()`` needs all ranks of the world, or the same number of groups on each rank.
+    Args: ``name``: no group had it in ``store``; C++ finds the group by it as long as the group lives; ``timeout``: of
+    its collectives; ``connecting``: the time-out of this call.
+    Raises: RuntimeError if a rank cannot connect to the others.
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     store = dist.PrefixStore(f"{name}/", store)
@@ -93,7 +96,7 @@ def gloo_beside(
 
 
 def check_gloo() -> None:
-    """Raises: RuntimeError, where gloo finds no interface of this host."""
+    """Raises: RuntimeError if gloo finds no network interface on this host."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     for name in names.split(",") if names else ():
         dist.ProcessGroupGloo.create_device(interface=name)
@@ -102,7 +105,11 @@ def check_gloo() -> None:
 
 
 def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = lambda: None) -> None:
-    """Wait for ``work``, and ``look`` between two slices. What raises meanwhile leaves the collective under way."""
+    """Wait for ``work`` in slices of ``PATIENCE``, and call ``look`` between them.
+
+    An exception of ``look``, or Ctrl-C, ends the wait and leaves the collective running. ``sliced=False``: the backend
+    allows one wait only; ``look`` is not called.
+    """
     while sliced:
         try:
             work.wait(PATIENCE)
@@ -115,7 +122,7 @@ def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = 
 
 
 def wait_for_device(work: Any, look: Callable[[], object]) -> None:
-    """Until a device has done ``work``, whose own wait the host does not take part in; and ``look`` now and then."""
+    """Let the host wait until the device has finished ``work`` of NCCL; call ``look`` every ``PATIENCE``."""
     begin = looked = time.monotonic()
     while not work.is_completed():
         now = time.monotonic()
@@ -127,7 +134,10 @@ def wait_for_device(work: Any, look: Callable[[], object]) -> None:
 
 
 def wait_in_thread(work: Any, look: Callable[[], object] = lambda: None) -> None:
-    """The same for a reduce-scatter of gloo, whose wait takes no time-out: a thread goes on to wait if this is left."""
+    """``wait_in_slices`` for a reduce-scatter of gloo, whose ``wait()`` takes no time-out: a thread waits instead.
+
+    The thread waits on if an exception ends this call; a second call for the same ``work`` uses the same thread.
+    """
     waiting = _waiting.get(work)
     if waiting is None:
         waiting = _waiting[work] = Future()
@@ -149,7 +159,7 @@ def _wait_in(work: Any, waiting: "Future[None]") -> None:
 _waiting: "weakref.WeakKeyDictionary[Any, Future[None]]" = weakref.WeakKeyDictionary()
 
 
-# The names that torch has had for each, the newest first
+# The names of each collective in the versions of torch, the newest first
 NAMES = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -158,7 +168,7 @@ NAMES = {
 
 
 def torchs(name: str) -> Any:
-    """``torch.distributed``'s function of this name; None: it has none, or a user's stands there already."""
+    """Return the function ``name`` of ``torch.distributed``; None: there is none, or a user has replaced it already."""
     function = getattr(dist, name, None)
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename.startswith(os.path.dirname(dist.__file__)) else None
@@ -168,21 +178,21 @@ _TORCHS = [torchs(name) for name in ("all_gather", *NAMES["all_gather"], *NAMES[
 
 
 def is_replaced(function: Any) -> bool:
-    """Whether a user has put it in the place of the ``torch.distributed`` function of its name."""
+    """Whether ``function`` is a user's replacement, not the function of torch at import."""
     return function not in _TORCHS
 
 
 def gathering() -> Callable[..., Any]:
-    """The all-gather into one tensor, by the newest name that this torch has."""
+    """Return the all-gather into one tensor, by the newest name that this torch has."""
     newest, older = NAMES["all_gather"]
     function: Callable[..., Any] = getattr(dist, newest, None) or getattr(dist, older)
     return function
 
 
 def native_gather(group: dist.ProcessGroup, device: torch.device) -> _C.Gather | None:
-    """All-gathers over ``group`` without torch's Python; None where they need it.
+    """Return an object that all-gathers over ``group`` in C++; None where the gather must go through Python.
 
-    They do under TORCH_DISTRIBUTED_DEBUG=DETAIL, where ranks are compared, and where C++ does not know the group.
+    It must with TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch compares ranks, and for a group that C++ cannot find.
     """
     name = name_in_cpp(group)
     if name is None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -196,14 +206,15 @@ def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -
 
 
 def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGroup) -> None:
-    """The same into one tensor a rank, through ``torch.distributed.all_gather``, which every backend has."""
+    """Gather ``shard`` ``[n]`` of rank ``i`` into ``chunks[i]`` ``[n]``, by ``all_gather``, which every backend has."""
     _complete(dist.all_gather, shard, group, chunks, shard, group=group)
 
 
 def all_gather_beside(shard: Tensor, group: Any) -> list[list[Any]] | None:
-    """The values of ``shard`` on every rank, in rank order, past the functions and modes with which users count.
+    """Return the values of ``shard`` on every rank, in rank order. A collective call.
 
-    None, and nothing is done, where ``group`` has neither gloo nor NCCL for its device.
+    It bypasses ``torch.distributed`` and dispatch modes, so users who count collectives do not see it.
+    None, without a collective: ``group`` has neither gloo nor NCCL for the device.
     """
     kind = _backend_of(group, shard.device)
     if kind not in ("gloo", "nccl"):
@@ -215,15 +226,16 @@ def all_gather_beside(shard: Tensor, group: Any) -> list[list[Any]] | None:
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over ranks, in place."""
+    """Sum ``tensor`` over ranks, in place."""
     _complete(dist.all_reduce, tensor, group, tensor, group=group)
 
 
 def _complete(
     collective: Callable[..., Any], sent: Tensor, group: dist.ProcessGroup, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Wait for it here, so that Ctrl-C ends that; torch does for what a user has put in its place, and where waits
-    cannot be cut.
+    """Issue a collective and wait for it in slices, so that Ctrl-C ends the wait.
+
+    torch waits itself for a user's replacement, which may not take ``async_op``, and where a wait cannot be sliced.
     """
     if is_sliced(group, sent.device) and not is_replaced(collective):
         wait_in_slices(collective(*args, **kwargs, async_op=True))
@@ -232,9 +244,9 @@ def _complete(
 
 
 class FakeGroup:
-    """torch's FakeProcessGroup, which communicates nothing, with the collectives that it lacks in torch 2.13.
+    """torch's FakeProcessGroup, which communicates nothing, plus the collectives that it lacks in torch 2.13.
 
-    torch's own runtime fails there with FSDP_USE_FAKE_REDUCE: ``dist.reduce_scatter_single`` asks the group for it.
+    Without them ``dist.reduce_scatter_single`` fails; torch's own runtime fails so with FSDP_USE_FAKE_REDUCE.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -251,7 +263,7 @@ _OLD_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "
 
 
 def fake_group(rank: int, world_size: int) -> Any:
-    """A group in which ``rank`` is alone: its collectives return at once."""
+    """Return a group of ``world_size`` that has no other processes: its collectives return at once, without data."""
     if all(hasattr(FakeProcessGroup, name) for name in _OLD_NAMES):
         return FakeProcessGroup._create_internal(rank=rank, world_size=world_size)
     return FakeGroup(rank, world_size)

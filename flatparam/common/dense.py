@@ -1,6 +1,7 @@
-"""The memory order of a dense tensor, and boxes of runs in it.
+"""The memory order of a dense tensor, and ranges of elements in that order as boxes.
 
-It is row-major but for dense tensors with other strides (a transposed weight). Boxes have the tensor's own dimensions.
+The order is row-major except for dense tensors with other strides, such as a transposed weight. A box has the tensor's
+dimensions. Checkpoints and local states use this.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from .tensors import row_major
 
 @dataclass(frozen=True)
 class Dense:
-    """The memory order of a dense tensor. ``shape``, ``stride``: its own; ``order``: dimensions, outermost first."""
+    """The memory order of a dense tensor of ``shape`` and ``stride``. ``order``: its dimensions, outermost first."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -22,7 +23,7 @@ class Dense:
 
     @classmethod
     def of(cls, shape: Sequence[int], stride: Sequence[int]) -> "Dense":
-        """Of dense strides; those of dimensions of one element may be anything."""
+        """Return the order for dense strides. The strides of dimensions of size 1 may have any value."""
         if tuple(stride) == row_major(shape):
             return cls(tuple(shape), tuple(stride), tuple(range(len(shape))))
         order = sorted(range(len(shape)), key=lambda d: (shape[d] > 1, -stride[d]))
@@ -31,7 +32,7 @@ class Dense:
         return cls(tuple(shape), tuple(strides[d] for d in range(len(shape))), tuple(order))
 
     def boxes(self, begin: int, end: int) -> list[Box]:
-        """Elements ``[begin, end)`` in memory order as boxes of the tensor."""
+        """Return elements ``[begin, end)`` in memory order as boxes of the tensor."""
         found = boxes_of_range([self.shape[d] for d in self.order], begin, end)
         if self.order == tuple(range(len(self.order))):  # row-major
             return found
@@ -39,6 +40,6 @@ class Dense:
         return [Box(tuple(box.offsets[i] for i in back), tuple(box.sizes[i] for i in back)) for box in found]
 
     def view(self, flat: Tensor, start: int, box: Box) -> Tensor:
-        """``box`` in ``flat``, 1-D, whose first element is the whole's element ``start``."""
+        """Return a view of ``box`` in 1-D ``flat``, which begins with element ``start`` in memory order."""
         at = sum(offset * stride for offset, stride in zip(box.offsets, self.stride, strict=True)) - start
         return flat.as_strided(box.sizes, self.stride, flat.storage_offset() + at)

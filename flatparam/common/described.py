@@ -1,19 +1,25 @@
-"""What ranks build, in words, so that they can find out whether that is the same, and say where it differs."""
+"""Descriptions in words of the things that ranks build: their digest, and the first difference between two.
+
+``fsdp/desync/same_unit.py`` and ``dropin/comparing.py`` send them. This module issues no collective.
+"""
 
 import hashlib
 import re
 from collections.abc import Sequence
 
-Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
+Described = list[tuple[str, str]]  # (name, properties) of each thing that must be equal on all ranks
 
 
 def digest_of_said(said: Described | str) -> bytes:
-    """32 bytes that are the same on ranks that say the same."""
+    """Return a digest of 32 bytes, equal on ranks with equal descriptions."""
     return hashlib.sha256(repr(said).encode()).digest()
 
 
 def first_difference(ranks: Sequence[int], everyone: Sequence[Described]) -> str:
-    """Where the first of ``ranks`` that differs from the first one does, and in what. ``everyone``: what each says."""
+    """Return words for the first difference: between the first of ``ranks`` and the first other that differs.
+
+    ``everyone``: the description of each of ``ranks``, which are not all equal.
+    """
     first = everyone[0]
     for rank, other in zip(ranks, everyone, strict=True):
         for i in range(max(len(first), len(other))):
@@ -25,7 +31,10 @@ def first_difference(ranks: Sequence[int], everyone: Sequence[Described]) -> str
 
 
 def _what_differs(expected: tuple[str, str], found: tuple[str, str]) -> tuple[str, str]:
-    """What the two are; of one name with as many parts, which commas outside of parentheses part: those that differ."""
+    """Return the properties of both. If names and numbers of properties are equal, only those that differ.
+
+    Commas outside of parentheses separate properties.
+    """
     one, two = (re.split(r", (?![^()]*\))", what) for _, what in (expected, found))
     if expected[0] != found[0] or len(one) != len(two):
         return expected[1], found[1]

@@ -1,6 +1,7 @@
-"""Where parameters and shards lie in one flat parameter: sizes and ranges, no tensors.
+"""The offsets of parameters and shards in one flat parameter. It has sizes and ranges, and knows no tensor.
 
-All sizes are in elements unless a name ends in ``bytes``; ranges are half-open unless torch's metadata is meant.
+Sizes are in elements unless a name ends in ``bytes``. Ranges are half-open, except in torch's metadata. C computes the
+layout (``_C.Layout``). ``FlatLayout`` is public; the runtime, the drop-in and LayerZero use it.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing_extensions import Self
 from .. import _C
 
 _Part = TypeVar("_Part")
-_MOST_RANKS = 2**20  # that hold a range; more would be a mistake in the arguments
+_MOST_RANKS = 2**20  # in one answer of ranks_of; more would be a mistake in the arguments
 
 
 class Shard(NamedTuple):
@@ -25,7 +26,7 @@ class Shard(NamedTuple):
 
 
 class ParamShard(NamedTuple):
-    """What a rank's shard holds of one parameter; equal to the tuple that torch calls ``_ShardParamInfo``.
+    """The piece of one parameter in a rank's shard. It equals torch's tuple ``_ShardParamInfo``.
 
     ``offset_in_shard`` counts in the shard; ``intra_param_start_idx`` and ``intra_param_end_idx`` (inclusive) count in
     the parameter. All but ``in_shard`` are None when the shard holds nothing of the parameter.
@@ -39,7 +40,7 @@ class ParamShard(NamedTuple):
 
 
 class RankPiece(NamedTuple):
-    """The part of a range that one rank holds: ``numel`` elements from ``start`` (in the flat parameter) on."""
+    """The piece of a range that one rank holds: elements ``[start, start + numel)`` of the flat parameter."""
 
     rank: int
     start: int
@@ -55,23 +56,24 @@ class Box(NamedTuple):
 
 
 class FlatLayout(_C.Layout):
-    """Where each parameter lies in a flat parameter, and each rank's shard of it.
+    """The offset of each parameter in a flat parameter, and each rank's shard of it. Immutable.
 
     Args: ``numels``: elements of each parameter in order, each >= 0 and one at least >= 1 (a 0-dim parameter has 1);
-    ``world_size`` >= 1; ``itemsize``: bytes of an element, with which no size may pass 64 bits; ``alignment``:
-    parameters start at multiples of so many elements, and the total is a multiple of the world size; 0: neither. torch
-    aligns to ``16 // itemsize`` with ``use_orig_params=True``, and to 0 without; ``blocks``: elements of each parameter
-    that stay on one rank, each >= 1 (all of it, if it has no more): a parameter is cut between ranks only at multiples
-    of its block, counted from its start, and every shard starts at a multiple of the alignment; None: as torch does.
-    Shapes: the unsharded flat parameter is ``[numel]``, every rank's shard ``[shard_numel]``, what an all-gather fills
-    ``[padded_numel]``.
-    With blocks the shards are as short as the order of the parameters allows; ``padding`` tells what it costs. A shard
-    is no longer than an even split, or the longest parameter, and one longest block; nor than an even split and one
-    longest block, rounded up to a common multiple of the blocks (blocks counted in multiples of the alignment).
-    Raises: ShardError when a size, the world size, a rank or a range is out of range; TypeError for what is no int.
+    ``world_size`` >= 1; ``itemsize``: bytes of an element; sizes in bytes must fit 64 bits; ``alignment``: parameters
+    start at multiples of so many elements, and the total is a multiple of the world size; 0: neither. torch aligns to
+    ``16 // itemsize`` with ``use_orig_params=True``, and to 0 without; ``blocks``: elements of each parameter that stay
+    on one rank, each >= 1, or more than the parameter has for all of it. A parameter is cut between ranks only at
+    multiples of its block, counted from its start, and every shard starts at a multiple of the alignment. None: torch's
+    layout.
+    Shapes: the unsharded flat parameter is ``[numel]``, every rank's shard ``[shard_numel]``, the output of an
+    all-gather ``[padded_numel]``.
+    With blocks the shards are as short as the order of the parameters allows; ``padding`` tells the cost. Two limits
+    hold for a shard, with blocks counted in multiples of the alignment: max(an even split, the longest parameter) + the
+    longest block; and (an even split + the longest block) rounded up to a common multiple of the blocks.
+    Raises: ShardError if a size, the world size, a rank or a range is out of range; TypeError for anything but an int.
+    Attributes with torch's names equal torch's. Queries about one rank or range cost O(log parameters + their result).
     Source: ``FlatParamHandle._init_flat_param_and_metadata``, ``_get_shard_metadata`` and ``_get_unpadded_shard``
-    (torch 2.13), of which the attributes with torch's names are equal. Queries about one rank or range cost
-    O(log parameters + what they return).
+    (torch 2.13).
     """
 
     __slots__ = ("_blocks",)
@@ -101,7 +103,7 @@ class FlatLayout(_C.Layout):
         alignment: int = 0,
         blocks: Iterable[int] | None = None,
     ) -> Self:
-        """Lay out parameters of these shapes; the shape ``()`` has one element, as ``(1,)`` has."""
+        """Lay out parameters of these shapes. The shape ``()`` has one element, like ``(1,)``."""
         numels = [math.prod(shape) for shape in shapes]
         return cls(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
 
@@ -116,7 +118,7 @@ class FlatLayout(_C.Layout):
 
     @property
     def padding(self) -> int:
-        """How many elements of ``numel`` are padding."""
+        """The number of elements of ``numel`` that are padding."""
         return self.numel - self.numel_params
 
     @property
@@ -131,11 +133,11 @@ class FlatLayout(_C.Layout):
         return Shard(start, stop - start, end - begin - (stop - start))
 
     def param_shards(self, rank: int) -> tuple[ParamShard, ...]:
-        """Return what ``rank`` holds of each parameter: torch's ``_shard_param_infos``."""
+        """Return the piece of each parameter in the shard of ``rank``: torch's ``_shard_param_infos``."""
         return parts_of(self, *self.shard_range(rank), ParamShard)
 
     def ranks_of(self, begin: int, end: int) -> list[RankPiece]:
-        """Return which ranks hold elements ``[begin, end)`` of the flat parameter in order."""
+        """Return the pieces of elements ``[begin, end)`` of the flat parameter, one a rank, in order."""
         begin, end, size = operator.index(begin), operator.index(end), self.shard_numel
         ranks = range(begin // size, -(-end // size)) if begin < end else range(0)
         if not 0 <= begin <= end <= self.numel or len(ranks) > _MOST_RANKS:
@@ -149,13 +151,16 @@ class FlatLayout(_C.Layout):
         return [RankPiece(rank, start, stop - start, start - rank * size) for rank, start, stop in pieces]
 
     def ranks_of_param(self, index: int) -> list[RankPiece]:
-        """Return which ranks hold elements of a parameter, in order."""
+        """Return the pieces of parameter ``index``, one a rank, in order."""
         begin = self.offsets[index]
         return self.ranks_of(begin, begin + self.numels[index])
 
 
 def parts_of(layout: _C.Layout, begin: int, end: int, kind: Callable[..., _Part]) -> tuple[_Part, ...]:
-    """What ``[begin, end)`` of the flat parameter holds of each parameter; ``kind`` has the fields of ParamShard."""
+    """Return the piece of each parameter in ``[begin, end)`` of the flat parameter, as ``kind``.
+
+    ``kind``: a class with the fields of ParamShard.
+    """
     absent = kind(False, None, None, None, None)
     held = layout.params_in(begin, end)
     parts = tuple(kind(True, *part) for part in layout.parts(begin, end))
@@ -169,7 +174,8 @@ def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return elements ``[begin, end)`` of a parameter, in row-major order, as disjoint boxes that tile them exactly.
 
-    They are the fewest for ranges that cross up to three dimensions, and almost always beyond; in order of their first
-    element, at most ``2 * len(shape) - 1``. Raises ShardError unless ``0 <= begin <= end <= prod(shape)``.
+    They are in the order of their first elements, at most ``2 * len(shape) - 1``. The number is minimal for ranges that
+    cross up to three dimensions, and almost always minimal beyond.
+    Raises: ShardError unless ``0 <= begin <= end <= prod(shape)``.
     """
     return [Box(*box) for box in _C.boxes_of_range(shape, begin, end)]

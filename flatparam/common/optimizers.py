@@ -1,7 +1,9 @@
-"""Which optimizers of sharded parameters have stepped in this process: what was gathered before is out of date.
+"""Hooks on the steps of all optimizers: a step of sharded parameters makes earlier gathers stale.
 
-Ranks that run the same program step the same optimizers of these, so that what depends on it is the same on all of
-them. Versions of tensors would not do: a rank that holds nothing of a unit sees none of them change.
+Ranks that run the same program step the same optimizers, so a decision that depends on steps is the same on all ranks.
+Version counters of tensors would not do: a rank that holds no element of a unit sees no version change.
+The runtime registers ``find_units`` and the drop-in ``find_handles``, so this module knows neither. It also lets them
+refuse a step, through torch's global step hooks.
 """
 
 import functools
@@ -17,17 +19,17 @@ from .. import _C
 from .torch_private import _is_fsdp_flattened
 
 taken = 0
-_changes = 0  # how often parameters have come to units
-# Of an optimizer: whether it has parameters of units, of how many of its groups and after how many changes that is
-# said, the units of the runtime that have them, and the counts of the drop-in's models
+_changes = 0  # the number of calls of note_change()
+# By optimizer: whether it has parameters of units; the number of its groups and _changes at that time; the runtime's
+# units that have its parameters; the step counts of the drop-in's models
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, tuple[int, int], list[weakref.ref[Any]], list[list[int]]]] = (
     weakref.WeakKeyDictionary()
 )
-_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # what `taken` was after its last step
-# Parameters that wrapping has taken out of their modules: (weakly what has their values, their name, how to refuse)
+_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `taken` after its last step
+# Parameters that wrapping has replaced: (weak reference to the owner of their values, their name, a function to refuse)
 _taken_out: Any = WeakIdKeyDictionary()
-_taken_out_times = 0
-# How often that had happened, and how many groups the optimizer had, when it was found to hold none of them
+_taken_out_times = 0  # the number of calls of take_out()
+# By optimizer: _taken_out_times and the number of its groups when it was last checked for replaced parameters
 _up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 _find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
@@ -35,21 +37,24 @@ _find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 
 @functools.cache
 def watch() -> None:
-    """Count from now on."""
+    """Count the steps of all optimizers from now on."""
     register_optimizer_step_post_hook(_count)
 
 
 @functools.cache
 def ask_before(check: Callable[..., tuple[Any, Any] | None]) -> None:
-    """Call ``check(optimizer, args, kwargs)`` before each step from now on. It may raise, or give other arguments."""
+    """Call ``check(optimizer, args, kwargs)`` before each step from now on.
+
+    It may raise, which leaves the step undone, or return ``(args, kwargs)`` for the step.
+    """
     register_optimizer_step_pre_hook(check)
 
 
 def take_out(params: Iterable[tuple[Tensor, str]], owner: Any, refuse: Callable[[Any, str, str], None]) -> None:
-    """Have an optimizer that trains one of ``params``, each with its name, in vain told so before its next step.
+    """Refuse steps of optimizers that still train one of ``params``, which no module has now.
 
-    ``owner`` has their values now; once it is gone, nothing is said. ``refuse(owner, name, the optimizer's class)``
-    raises or warns.
+    Args: ``params``: ``(parameter, name)``; ``owner``: has the values now; held weakly, and without it nothing is
+    refused; ``refuse``: called with the owner, the name and the optimizer's class name; it raises or warns.
     """
     global _taken_out_times
     _taken_out_times += 1
@@ -71,17 +76,20 @@ def _refuse_taken_out(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def find_units(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
-    """Let ``find(params)`` give the units that have some of ``params``; the ``step`` of each is told of steps."""
+    """Register ``find(params)``, which returns the runtime's units that have some of ``params``. C notes each step."""
     _find_units.append(find)
 
 
 def find_handles(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
-    """Let ``find(params)`` give the handles that have some of ``params``, of the drop-in: their ``steps`` count."""
+    """Register ``find(params)``, which returns the drop-in's handles that have some of ``params``.
+
+    A step adds 1 to ``handle.steps[0]``, once for each list: handles of one model share one.
+    """
     _find_handles.append(find)
 
 
 def note_change() -> None:
-    """Parameters have come to units: look anew which optimizers have some."""
+    """Forget which optimizers have parameters of units. Call it when a unit or handle gets parameters."""
     global _changes
     _changes += 1
 
@@ -101,7 +109,7 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]], list[list[int]]]:
-    """Whether ``optimizer`` has parameters of units, the runtime's units that have them, and the counts of models."""
+    """Find the units and step counts of ``optimizer``. Returns them, without the second field, as in ``_known``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_some = any(_is_fsdp_flattened(param) for param in params)
     found = [weakref.ref(unit) for find in _find_units for unit in find(params)]

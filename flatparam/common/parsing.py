@@ -1,9 +1,9 @@
-"""What the commands with options have in common."""
+"""The argument parser of ``python -m flatparam COMMAND`` and the wording of its errors."""
 
 import argparse
 from typing import Any, NoReturn
 
-# What a message says to a program, and what a command says
+# (words in an exception's message, words for the user of a command)
 _WORDS = (
     ("segments=True", "--segments"),
     ("trusted=True", "--trusted"),
@@ -14,7 +14,7 @@ _WORDS = (
 
 
 def in_a_command(error: BaseException) -> str:
-    """The message of ``error``, with options in the place of Python arguments."""
+    """Return the message of ``error`` with command-line options in the place of Python arguments."""
     message = str(error)
     for argument, option in _WORDS:
         message = message.replace(argument, option)
@@ -22,7 +22,7 @@ def in_a_command(error: BaseException) -> str:
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells a default where there is one."""
+    """Shows an option's default in its help, unless it is None or False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         there_is_none = action.default is None or action.default is False

@@ -1,6 +1,7 @@
-"""Pickled forms of what cannot be pickled as it is: process groups, device handles, and the tensors of a unit.
+"""Pickled forms of process groups, device handles and the tensors of a unit, which have no usable form of their own.
 
-They are in force only while a unit is copied or pickled: ``Pickling`` puts them into ``copyreg`` and takes them out.
+They are in force only while a unit is copied or pickled: ``Pickling`` puts them into ``copyreg.dispatch_table``, which
+is global, and restores it. ``dropin/copying.py`` and ``fsdp/wrapper/copying.py`` say which tensors get which form.
 """
 
 import copyreg
@@ -21,14 +22,14 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from .torch_private import FakeProcessGroup, FlatParameter, _FSDPDeviceHandle, _override_module_mixed_precision
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
-Forms = Iterable[tuple[Tensor, Callable[[], Reduced]]]  # a tensor, and a function that gives what it is pickled as
+Forms = Iterable[tuple[Tensor, Callable[[], Reduced]]]  # a tensor, and a function that returns its pickled form
 
 
 class Pickling:
-    """The time in which some units are pickled: until ``end()``, or until nothing refers to this object any more.
+    """Keeps pickled forms in force until ``end()`` is called or the object is garbage.
 
-    A pickler does not say when it is done, but it refers to all that it has pickled until then: let what it is given
-    refer to this object (``PickledState``).
+    A pickler does not tell when it is done, but until then it refers to each object that it has pickled. So let the
+    pickled state refer to this object (``PickledState``). Several may be in force; the latest has precedence.
     """
 
     def __init__(self, tensors: Forms = ()) -> None:
@@ -40,7 +41,7 @@ class Pickling:
 
 
 class PickledState(dict[str, Any]):
-    """A state that keeps its ``Pickling`` in force; in a pickle it is a plain dict."""
+    """A state dict that keeps its ``Pickling`` in force. It is pickled as a plain dict."""
 
     pickling: Pickling | None = None
 
@@ -49,7 +50,10 @@ class PickledState(dict[str, Any]):
 
 
 def pickled_state(state: dict[str, Any], forms: Forms, modules: Iterable[nn.Module]) -> PickledState:
-    """``state``; as long as it is referred to, tensors have these pickled forms. ``modules``: their hooks get such."""
+    """Return a copy of ``state``; while it lives, tensors have these pickled ``forms``.
+
+    ``modules``: their hooks become picklable, for good.
+    """
     for module in modules:
         make_hooks_picklable(module)
     pickled = PickledState(state)
@@ -82,7 +86,7 @@ def _end(pickling: weakref.ref[Pickling]) -> None:
 
 
 def _reduce_tensor(tensor: Tensor) -> Any:
-    for reference in reversed(tuple(_in_force)):  # the latest has what holds now
+    for reference in reversed(tuple(_in_force)):  # the latest has the current form
         pickling = reference()
         if pickling is not None and id(tensor) in pickling.forms:
             return pickling.forms[id(tensor)][1]()
@@ -91,7 +95,7 @@ def _reduce_tensor(tensor: Tensor) -> Any:
 
 
 def as_parameter(param: nn.Parameter) -> Reduced:
-    """The form of an original parameter: without its data, which is a piece of the shard."""
+    """Return the form of an original parameter: without data, since the shard has them."""
     return new_parameter, (param.dtype, param.requires_grad, torch._utils._get_obj_state(param))
 
 
@@ -101,14 +105,14 @@ def new_parameter(dtype: torch.dtype, requires_grad: bool, state: Any = None) ->
 
 
 def as_view() -> Reduced:
-    """The form of what stands in an original parameter's place: nothing, it is made anew."""
+    """Return the form of a view in an original parameter's place: an empty tensor; unpickling makes a new view."""
     return torch.empty, (0,)
 
 
 def as_flat_parameter(shard: Tensor, requires_grad: bool) -> Reduced:
-    """The form of a flat parameter: the shard alone; its handle has the rest."""
+    """Return the form of a flat parameter: the shard alone; its handle or unit has the rest."""
     if shard.untyped_storage().nbytes() != shard.numel() * shard.element_size():
-        shard = shard.clone()  # the storage would be pickled whole
+        shard = shard.clone()  # else the whole storage would be pickled
     return new_flat_parameter, (shard, requires_grad)
 
 
@@ -122,9 +126,9 @@ def _reduce_group(group: dist.ProcessGroup) -> Reduced:
 
 
 def find_group(name: str, ranks: list[int], backend: str, rank: int, world_size: int) -> dist.ProcessGroup:
-    """The group of ``ranks``; of several that of this backend, and of those that of this name.
+    """Return the group of ``ranks``; of several, the one with this backend, then the one with this name.
 
-    Raises: RuntimeError where there is none, or this process is another rank or in a world of another size.
+    Raises: RuntimeError if there is none, or if this process has another rank or world size than the pickle.
     """
     theirs = f"rank {rank} of {world_size}"
     if not dist.is_initialized():
@@ -153,7 +157,7 @@ def _new_fake_group(rank: int, world_size: int) -> FakeProcessGroup:
 class CastHook:
     """One of the two hooks with which torch keeps a BatchNorm in fp32 under mixed precision.
 
-    Does what torch's does, which is a local function and cannot be pickled.
+    It calls torch's hook, which is a local function and cannot be pickled.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,7 +180,7 @@ def _cast_hooks() -> dict[str, Callable[..., Any]]:
 
 
 def make_hooks_picklable(module: nn.Module) -> None:
-    """Replace torch's local functions among the hooks of ``module`` by ``CastHook`` s."""
+    """Replace torch's local functions among the hooks of ``module`` by ``CastHook`` objects."""
     if hasattr(module, "_wrap_overrides"):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""What FSDP reads from the environment when a module is wrapped."""
+"""torch's environment switches of FSDP, read when a module is wrapped. The runtime and the drop-in use them."""
 
 import os
 from typing import NamedTuple
@@ -7,19 +7,19 @@ from .torch_private import _warn_use_fake_all_gather, _warn_use_fake_reduce, log
 
 
 def environment_is_on(name: str) -> bool:
-    """Only ``1`` switches on, as in torch."""
+    """Whether variable ``name`` is ``1``. As in torch, no other value switches on."""
     return os.environ.get(name, "") == "1"
 
 
 class Fakes(NamedTuple):
-    """Which collectives are left out, so that the time without them can be measured."""
+    """Which collectives are left out, to measure the time without them."""
 
     all_gather: bool
     reduce: bool
 
 
 def fakes() -> Fakes:
-    """What the environment says, with a warning of each, once in a process."""
+    """Read FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE; warn of each that is on, once in a process."""
     found = Fakes(environment_is_on("FSDP_USE_FAKE_ALL_GATHER"), environment_is_on("FSDP_USE_FAKE_REDUCE"))
     if found.all_gather:
         _warn_use_fake_all_gather(

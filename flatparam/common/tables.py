@@ -1,11 +1,14 @@
-"""Tables for people: bytes with a unit, columns that line up, names of many things that differ in a number."""
+"""Text tables for people: byte sizes with units, aligned columns, one name for many that differ in a number.
+
+The reports of ``advise``, ``inspect``, ``checkpoint`` and printed models use them.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 def human(size: int) -> str:
-    """Bytes with three digits or more."""
+    """Return ``size`` bytes in the smallest unit with a number below 1000, such as ``1.50 GiB``; TiB is the largest."""
     value, unit = float(size), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:
@@ -15,7 +18,10 @@ def human(size: int) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], names: int, headings: int, totals: int = 0) -> str:
-    """A table: the first ``names`` columns to the left, the others to the right; rules below headings, above totals."""
+    """Return a table of ``rows``: the first ``names`` columns left-aligned, the others right-aligned.
+
+    A rule follows the first ``headings`` rows, and another precedes the last ``totals`` rows.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = "<" * names + ">" * (len(widths) - names)
     cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
@@ -26,14 +32,14 @@ def aligned(rows: Sequence[tuple[str, ...]], names: int, headings: int, totals: 
 
 
 def without_numbers(name: str) -> str:
-    """The same for names that differ only in parts that are numbers: ``blocks.*.weight``."""
+    """Replace the parts of ``name`` that are numbers: ``blocks.3.weight`` becomes ``blocks.*.weight``."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def one_name_of(names: Sequence[str]) -> str:
-    """One for all of ``names``, which are alike ``without_numbers``: ``blocks.{0..23}.weight``.
+    """Return one name for all ``names``, which are equal ``without_numbers``: ``blocks.{0..23}.weight``.
 
-    A number that differs is its range where the names have all of that and no other number differs, else ``*``.
+    A number that differs becomes a range if no other number differs and the range has no gap, else ``*``.
     """
     parts = list(zip(*(name.split(".") for name in names), strict=True))
     differing = [i for i, values in enumerate(parts) if len(set(values)) > 1]
@@ -46,8 +52,10 @@ def one_name_of(names: Sequence[str]) -> str:
 
 
 def merged(rows: Iterable[tuple[Any, ...]], every: bool) -> list[tuple[Any, ...]]:
-    """Rows whose names, the first of each, differ in numbers alone as one, with how many they are after the name; in
-    the order of the first of each. ``every``: as many as they are."""
+    """Merge rows ``(name, *rest)`` that have equal ``rest`` and names that differ in numbers only.
+
+    Returns rows ``(name, count, *rest)``, in the order of the first row of each. ``every``: merge equal names only.
+    """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, *rest in rows:
         groups.setdefault((name if every else without_numbers(name), *rest), []).append(name)
@@ -55,7 +63,7 @@ def merged(rows: Iterable[tuple[Any, ...]], every: bool) -> list[tuple[Any, ...]
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``numbers`` in order, each once: ``0..3, 6``."""
+    """Return ``numbers`` in order and without duplicates, with ranges: ``0..3, 6``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][1] == number - 1:

@@ -1,6 +1,8 @@
-"""How tensors lie in memory: whether they can be flattened, and the order of their elements if they are.
+"""The memory of tensors: whether a tensor can be flattened, the order of its elements, its storage.
 
-Storages of flat tensors are allocated and freed in place, so that views made before stay valid objects.
+Storages of flat tensors are allocated and freed in place, so earlier views stay valid objects. Functions that C offers
+for plain tensors fall back to torch's private ones for subclasses. The drop-in, the runtime and LayerZero use them; the
+module knows no flat parameter.
 """
 
 import functools
@@ -25,7 +27,7 @@ from .torch_private import (
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill one run of memory, each once, in some order of its dimensions."""
+    """Whether the tensor's elements fill a contiguous range of memory, each once, in some order of its dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -42,7 +44,7 @@ def is_truly_contiguous(tensor: Tensor) -> bool:
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
-    """The elements as a 1-D tensor: in memory order if dense, else row-major; a view where that is possible."""
+    """Return the elements as a 1-D tensor: in memory order if dense, else row-major; a view where possible."""
     tensor = _detach_if_needed(tensor)
     if is_truly_contiguous(tensor) or not is_dense(tensor):
         return tensor.flatten()
@@ -50,7 +52,7 @@ def in_storage_order(tensor: Tensor) -> Tensor:
 
 
 def why_not_dense(tensor: Tensor, what: str) -> str | None:
-    """Why ``tensor``, ``what`` in words, is no run of memory that can be flattened; None: it is one."""
+    """Return an error message if ``tensor`` has no strided memory to flatten, else None. ``what``: its description."""
     if isinstance(tensor, FlatParameter):
         return f"Cannot flatten a `FlatParameter`: {what} is flattened already"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -62,24 +64,24 @@ def why_not_dense(tensor: Tensor, what: str) -> str | None:
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether tensors of ``dtype`` can require grad and be reduced; else they are moved as bytes."""
+    """Whether tensors of ``dtype`` can require grad and be reduced. Collectives move all others as bytes."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous and 1-D, as collectives move it: as bytes where not every backend knows its dtype."""
+    """View a contiguous 1-D ``tensor`` for a collective: as uint8 if not every backend knows its dtype."""
     return tensor if has_gradients(tensor.dtype) else tensor.view(torch.uint8)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of ``shape``, as ``Tensor.stride()`` gives them: an extent of 0 counts as 1."""
+    """Return the strides of a contiguous tensor of ``shape``, equal to ``Tensor.stride()``: a size of 0 counts as 1."""
     return tuple(math.prod(max(extent, 1) for extent in shape[d + 1 :]) for d in range(len(shape)))
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:
-    """Refuse parameters that share elements of memory: flattened apart, they would not train as one; and freed ones.
+    """Refuse parameters that share elements of memory, as flattened copies would train apart, and freed parameters.
 
-    Raises: ValueError naming both, or the one. One Parameter under several names is no such case.
+    ``tensors`` has each Parameter once, also if it has several names. Raises: ValueError naming the parameters.
     """
     if _C.survey(tensors) is not None or not _C.is_plain(*tensors):
         return
@@ -99,7 +101,7 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
                 f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "
                 f"strides {tensor.stride()}; make it a tensor of its own with .clone()"
             )
-    open_spans: list[tuple[int, int]] = []  # (end, parameter) of those that reach beyond the start of the next
+    open_spans: list[tuple[int, int]] = []  # (end, index) of the spans that end behind the start of the current one
     for start, stop, i in spans:
         open_spans = [span for span in open_spans if span[0] > start]
         for _, other in open_spans:
@@ -112,31 +114,31 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
 
 
 def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first to the last of a tensor that has some, both included."""
+    """Return the length of memory from the first to the last element, in elements; for a tensor that is not empty."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _span(tensor: Tensor) -> int:
-    """The same of any tensor."""
+    """Return ``span_of`` a tensor, which may be empty."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
     return span_of(tensor.shape, tensor.stride())
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """The address of every element of ``tensor``, in elements of its dtype."""
+    """Return the address of every element of ``tensor``, in units of its element size."""
     first = tensor.data_ptr() // tensor.element_size()
     return torch.arange(first, first + _span(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
     if is_dense(a) and is_dense(b):
-        return True  # their spans meet, and have no holes
+        return True  # the caller has found that their spans overlap, and dense spans have no holes
     return bool(torch.isin(_elements(a), _elements(b)).any())
 
 
 def allocate(tensor: Tensor, size: torch.Size) -> bool:
-    """Give ``tensor``'s freed storage room for ``size`` elements. False: it is plain, and has that already."""
+    """Allocate memory for ``size`` elements in ``tensor``'s freed storage. False: a plain tensor that has that much."""
     given = _C.allocate(tensor, size.numel())
     if given is None:
         _alloc_storage(tensor, size)
@@ -145,26 +147,26 @@ def allocate(tensor: Tensor, size: torch.Size) -> bool:
 
 
 def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) -> None:
-    """Free ``tensor``'s storage.
+    """Free the storage of ``tensor``, in place.
 
-    ``reason`` is what a RuntimeError says when the freed data is read or written. With ``keeps_size`` it also does for
-    a view that is made of it then; the storage goes on to say the size that it had.
+    Args: ``reason``: the message of the RuntimeError on a later read or write; ``keeps_size``: the storage keeps its
+    size without memory, so that the error also comes through views that are made later.
     """
     if not _C.free(tensor, reason, keeps_size):
         _free_storage(tensor)
 
 
 def is_allocated(tensor: Tensor) -> bool:
-    """Whether ``tensor``'s storage has exactly the room that it needs."""
+    """Whether the storage of ``tensor`` has exactly the size of ``tensor``."""
     if _C.is_plain_tensor(tensor):
         return _C.storage_numel(tensor) == tensor.numel()
     return bool(_same_storage_size(tensor, tensor.numel()))
 
 
 def refuse_freed(tensor: Any, what: str) -> None:
-    """Before ``tensor`` is read or written, which would go beyond a storage that is too small: torch does not look.
+    """Check the storage before ``tensor`` is read or written. torch does not check it and would access freed memory.
 
-    Raises: ValueError that begins with ``what`` if a user has freed or resized its storage.
+    ``what``: the description of ``tensor``. Raises: ValueError if a user has freed or resized the storage.
     """
     if _C.lacks_memory(tensor):
         raise ValueError(
@@ -174,24 +176,24 @@ def refuse_freed(tensor: Any, what: str) -> None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor``'s storage has any memory."""
+    """Whether the storage of ``tensor`` has any memory."""
     return _C.storage_numel(tensor) > 0 if _C.is_plain_tensor(tensor) else _storage_size_allocated(tensor)
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy of a CPU ``tensor``, in pinned memory where the host has an accelerator."""
+    """Return a copy of a CPU ``tensor``, in pinned memory if the host has an accelerator."""
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor.clone()
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether both use the same memory; two freed storages count as the same, as for torch's ``_same_storage``."""
+    """Whether both use one storage. Two freed storages count as one, as in torch's ``_same_storage``."""
     if _C.is_plain_tensor(a) and _C.is_plain_tensor(b):
         return _C.same_storage(a, b)
     return bool(_same_storage(a, b))
 
 
 def is_at(value: Tensor, place: Tensor) -> bool:
-    """Whether ``value`` is ``place``: the same elements of memory, in the same shape."""
+    """Whether ``value`` and ``place`` are the same elements of memory, with equal dtype, shape and strides."""
     return (
         value.device == place.device
         and value.dtype == place.dtype
@@ -203,9 +205,10 @@ def is_at(value: Tensor, place: Tensor) -> bool:
 
 @functools.cache
 def watch_exports() -> None:
-    """Lend what DLPack exports from now on: who takes a full parameter by its address keeps the memory.
+    """Mark memory that DLPack exports from now on as borrowed, once in a process. For the first unit or handle.
 
-    It would else be freed or gathered into. torch marks memory that NumPy has, not what DLPack's readers have.
+    Else a reshard would free memory that an importer still reads, or a gather overwrite it. torch marks memory that
+    NumPy has taken, but not DLPack's.
     """
     native: Any = torch._C
     for name in ("_to_dlpack", "_to_dlpack_versioned"):

@@ -1,7 +1,7 @@
 """Every name that flatparam takes from torch's private modules. No other file imports them.
 
-A new release of torch may move or drop any of these names: it is met here. So is torch's class, whose own name means
-flatparam's while that is installed in its place.
+A new release of torch may move or drop any of them; adapt this file then. torch's wrapper class is here too: its public
+name refers to flatparam's class while that is installed.
 """
 # ruff: noqa: F401
 
@@ -83,9 +83,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 @functools.cache
 def leave_out_of_graphs() -> None:
-    """Have torch.compile run the runtime's files as they are, as it runs torch's FSDP. For the first wrapped model.
+    """Let torch.compile skip flatparam's files, as it skips torch's FSDP. Called for the first wrapped model.
 
-    This imports Dynamo, which takes as long as a third of torch; an optimizer does it anyway.
+    This imports Dynamo, which takes a third of the time of ``import torch``; torch's optimizers import it anyway.
     """
     import torch._dynamo.trace_rules as rules
 
@@ -93,8 +93,8 @@ def leave_out_of_graphs() -> None:
         rules.add(f"flatparam.{folder}")
 
 
-# Whether a transform of torch.func is in force. To ask for the stack of them makes one, which autograd copies for each
-# node that runs from then on
+# Whether a transform of torch.func is in force. It does not ask for the interpreter stack: that call creates one, and
+# autograd then copies it for each node
 in_transform = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
@@ -102,7 +102,7 @@ in_transform = functools.partial(
 
 @contextlib.contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """As if no transform of torch.func were in force."""
+    """Run the block as if no transform of torch.func were in force."""
     if not in_transform():
         yield
         return

@@ -1,4 +1,4 @@
-"""Warnings of what a user wrote: once, and at the user's line."""
+"""Warnings about the user's arguments: on one rank, and at the user's line. The wrapper's constructor uses them."""
 
 import sys
 import warnings
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 
 def is_first_rank() -> bool:
-    """Whether this process warns of what all ranks do alike."""
+    """Whether this is rank 0, which alone warns of something that all ranks do alike."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line outside of flatparam that has led here."""
+    """Warn with the line of the nearest caller outside of flatparam."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flatparam":
         frame, level = frame.f_back, level + 1
