@@ -1,1 +1,4 @@
-"""One unit: its flat parameters, what users write to them, and what is computed over its shards."""
+"""One unit: its flat parameters, the user's writes to them, and computations over its shards.
+
+A unit does not know the tree of units, the arguments of the wrapper's constructor, or files.
+"""

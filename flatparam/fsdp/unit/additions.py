@@ -1,7 +1,7 @@
-"""Parameters and modules that are added to a model once it is wrapped, and optimizers from before: refused by name.
+"""Refuse parameters and modules that are added after wrapping, and optimizers that were made before it.
 
-Nobody would shard or reduce a parameter that is added. It is found where torch registers it, so a step looks for
-nothing.
+No unit shards or reduces a parameter that is added later, so ranks would train it differently. torch's registration
+hooks check each addition; a step checks nothing. The wrapper calls ``seal`` and ``take_out`` after it has built a unit.
 """
 
 import functools
@@ -24,7 +24,10 @@ from .unit import Unit
 
 
 def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Refuse steps of optimizers that hold what ``unit`` has replaced; ``before``: its parameters, by their places."""
+    """Refuse later steps of optimizers that hold a parameter which ``unit`` has replaced by another object.
+
+    ``before``: the parameters before wrapping, by module and name.
+    """
     names = (name for flat_param in unit.flat_params for original in flat_param.originals for name in original.names)
     had = ((before.get((name.module, name.name)), name) for name in names)
     replaced = [
@@ -37,7 +40,7 @@ def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -
 
 
 def _refuse_step(unit: Unit, fqn: str, optimizer: str) -> None:
-    """Raises: StateError, for an optimizer that would train nothing."""
+    """Raises: StateError: the step would change a tensor that the model no longer has."""
     instead = "has another object in its place"
     if not unit.options.use_orig_params:
         instead = "trains its flat parameter instead (use_orig_params=False)"
@@ -52,20 +55,20 @@ _inside: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Pa
 
 @functools.cache
 def watch_registrations() -> None:
-    """From the first model that is wrapped on."""
+    """Register the hooks, once per process: before the first model is wrapped or loaded."""
     register_module_parameter_registration_hook(_on_parameter)
     _C.note_registration_hook()
     register_module_module_registration_hook(_on_module)
 
 
 def seal(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Nothing that trains may be added to ``modules`` any more, which are of ``unit``; ``ignored``: what it may be."""
+    """Refuse trainable additions to ``modules`` of ``unit`` from now on. ``ignored``: parameters that stay allowed."""
     owner = weakref.ref(unit)
     _inside.update((module, (owner, ignored)) for module in modules)
 
 
 def sealed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of ``modules`` that nothing may be added to because they are of ``unit``."""
+    """Return the modules among ``modules`` that are sealed for ``unit``. Copies and pickles seal the same ones."""
     return [module for module in modules if _unit_of(module)[0] is unit]
 
 
@@ -84,7 +87,7 @@ def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
         empty = False
         if owner_of_param(param) is None:
             _check(unit, ignored, module, f"{name}.{path}", param, None)
-    if empty:  # parameters may come later
+    if empty:  # its parameters may be registered later
         seal(unit, added.modules(), ignored)
 
 
@@ -96,13 +99,16 @@ def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
 def _check(
     unit: Unit, ignored: set[nn.Parameter], module: nn.Module, name: str, param: Any, own_name: str | None
 ) -> None:
-    """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
+    """Raises: ValueError naming the parameter and the module, if the parameter may not be added.
+
+    ``own_name``: the name of a parameter of ``module`` itself; None: the parameter belongs to a module that is added.
+    """
     if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
         return
     if any(param is flat_param.flat for flat_param in unit.flat_params):
-        return  # a copied one is no FlatParameter to isinstance()
+        return  # isinstance() above does not know the deep copy of a FlatParameter
     if own_name is not None and (module, own_name) in unit.places:
-        return  # in the place of one of the unit's
+        return  # it replaces an original parameter: Unit.write_back() takes its values
     where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
     if owner is not None:
         raise ValueError(

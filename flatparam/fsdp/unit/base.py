@@ -1,4 +1,8 @@
-"""What every part of the wrapper builds on: its attributes, its place in the tree of units, and its questions."""
+"""The base class of all parts of the wrapper: attributes, place in the tree of units, properties of torch's class.
+
+Classes in ``states`` and ``wrapper`` derive from ``Wrapper``; ``FullyShardedDataParallel`` joins them, and its
+constructor sets the attributes. This file does not know the forward or state dicts. It issues no collective.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +32,27 @@ from .unit import Unit, units_of
 
 
 class Wrapper(RefusingMarkers, nn.Module):
-    """The attributes of a wrapper, and its questions, which change nothing."""
+    """The attributes of a wrapper, and queries about its unit and the units below."""
 
     limit_all_gathers: bool
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     _backward_prefetch: BackwardPrefetch | None
-    _buffer_dtypes: dict[str, torch.dtype]  # own dtypes of the buffers that are cast
-    _casts_to: torch.dtype | None = None
+    _buffer_dtypes: dict[str, torch.dtype]  # name of a buffer that is cast -> its dtype before
+    _casts_to: torch.dtype | None = None  # forward casts floating inputs to it
     _hooked: torch_collectives.Hooked | None = None  # the communication hook
     _device_id: torch.device | None
     _forward_prefetch: bool
-    _fakes: Fakes
-    _full_in_eval: bool
+    _fakes: Fakes  # collectives that are left out, to measure the time without them
+    _full_in_eval: bool  # whether evaluation computes in full precision
     _ignored_params: set[nn.Parameter]
-    _in_full = False  # now
-    _loading: Summoned | None = None
-    _missing: list[ParamInfo]  # in the local state dict that is loaded
-    _moves_to: torch.device | None = None  # inputs of the root
-    _outer: weakref.ref[Any] | None = None
+    _in_full = False  # whether it computes in full precision now
+    _loading: Summoned | None = None  # full parameters while a state dict is loaded
+    _missing: list[ParamInfo]  # parameters without a value in the local state dict that is loaded
+    _moves_to: torch.device | None = None  # the root's forward moves its inputs there
+    _outer: weakref.ref[Any] | None = None  # the next wrapper around this one
     _placement: Placement
-    _root_set: bool | None = None  # by a program, what _is_root is
+    _root_set: bool | None = None  # the value that a program has set for _is_root
     _settings: StateDictSettings
     _strategy: ShardingStrategy
     _unit: Unit
@@ -59,7 +63,10 @@ class Wrapper(RefusingMarkers, nn.Module):
         return self if outer is None else outer._outermost()
 
     def _check_root(self, what: str, modules: Iterable[nn.Module] | None = None) -> None:
-        """Raises: StateError unless this is the outermost unit and nothing is under way. ``modules``: all of its."""
+        """Raises: StateError unless this is the root and no forward, backward or summon runs in its tree.
+
+        ``modules``: ``self.modules()``, for a caller that has the list already.
+        """
         if self._outermost() is not self:
             raise StateError(f"`{what}()` should only be called on the root FSDP instance; this is {self._unit.name}")
         self._check_idle(what, modules)
@@ -77,19 +84,22 @@ class Wrapper(RefusingMarkers, nn.Module):
             )
 
     def _hold_those_below(self) -> None:
-        """This unit is what the units below it are in, unless another one is."""
+        """Become the outer wrapper of all units below that have none. For copies and loaded models."""
         for inner in self.fsdp_modules(self)[1:]:
             if inner._outer is None:
                 inner._outer = weakref.ref(self)
 
     def _move_inputs(self) -> None:
-        """From now on the root moves its inputs to where its shards were moved, if it does that."""
+        """After shards were moved: the root moves its inputs to the new device, if it moves inputs at all."""
         outermost = self._outermost()
         if outermost._moves_to is not None:
             outermost._moves_to = outermost.compute_device
 
     def _forget_interrupted(self) -> None:
-        """After an exception in a backward the modules shall have their parameters again."""
+        """Recover from a backward that an exception has ended: all units are idle, and modules have their parameters.
+
+        Calls between passes do this first, because nothing of ours runs at the end of such a backward.
+        """
         root = self._unit.core.root
         if root is not None and root.state == "INTERRUPTED":
             root.recover()
@@ -98,9 +108,9 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds.
+        """Return the units in ``module``, itself included, depth first. ``root_only``: only units that are roots.
 
-        Where there are none, those that torch's class has wrapped.
+        If ``module`` has no unit of ours, return the units of torch's class.
         """
         found: list[Any] = [inner for inner in module.modules() if isinstance(inner, Wrapper)]
         if not found:
@@ -109,21 +119,21 @@ class Wrapper(RefusingMarkers, nn.Module):
         return [inner for inner in found if inner._outermost() is inner] if root_only else found
 
     def _units_below(self) -> list[tuple[str, Unit]]:
-        """This unit and those below it, each with its path in this one's module."""
+        """This unit and the units below, each with its path in this unit's module."""
         return [(without_wrappers(path), m._unit) for path, m in self.named_modules() if isinstance(m, Wrapper)]
 
     def shard_map(self) -> ShardMap:
-        """What every rank holds of every parameter of this unit and of those below it. No communication.
+        """List the pieces that every rank holds of each parameter of this unit and the units below.
 
-        Returns: a list of ``Piece``; ``print`` shows it as tables.
+        No communication. Returns: a list of ``Piece``; ``print`` shows it as tables.
         """
         return shard_map(self._units_below())
 
     def memory_plan(self, optimizer_bytes: int = 8) -> MemoryPlan:
-        """The bytes that this rank will hold, before training. No communication.
+        """Compute the bytes that this rank will hold, before training. No communication.
 
-        ``optimizer_bytes``: of optimizer state for each element of the shard; 8 for Adam in fp32.
-        Returns: the plan, whose units have their paths in this one's module; ``print`` shows it as a table.
+        ``optimizer_bytes``: bytes of optimizer state for each element of the shard; 8 for Adam in fp32.
+        Returns: the plan. It names units by their paths in this unit's module; ``print`` shows it as a table.
         """
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
         plans = (plan_of_unit(path or "(root)", unit, optimizer_bytes) for path, unit in self._units_below())
@@ -134,8 +144,8 @@ class Wrapper(RefusingMarkers, nn.Module):
             return super().__repr__()
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of this unit: its strategy, ranks and sizes."""
-        unit = self.__dict__.get("_unit")  # there is none while it is made
+        """The line that ``print`` shows for this unit: strategy, ranks and sizes."""
+        unit = self.__dict__.get("_unit")  # None while the constructor runs
         return "" if unit is None else of_unit(self._strategy.name, unit)
 
     def check_is_root(self) -> bool:
@@ -152,7 +162,7 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @property
     def training_state(self) -> TrainingState:
-        """What this unit is doing."""
+        """IDLE, FORWARD_BACKWARD while the model runs, or SUMMON_FULL_PARAMS while this unit is summoned."""
         unit = self._unit
         if unit.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
@@ -162,22 +172,22 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy it was made with."""
+        """The strategy that this unit was built with."""
         return self._strategy
 
     @property
     def placement(self) -> Placement:
-        """The groups over which this unit is spread."""
+        """The groups over which this unit's parameter, gradient and optimizer state are sharded."""
         return self._placement
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the next unit."""
+        """When backward gathers the next unit; None: not ahead."""
         return self._backward_prefetch
 
     @property
     def process_group(self) -> Any:
-        """The group that shares this unit, or that reduces its gradient."""
+        """The group over which this unit is sharded; without sharding, the group that reduces its gradient."""
         placement = self._placement
         return placement.optim or placement.replicate or placement.given or dist.group.WORLD
 
@@ -188,12 +198,16 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @property
     def world_size(self) -> int:
-        """The ranks in ``process_group``."""
+        """The number of ranks in ``process_group``."""
         return int(self.process_group.size())
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward of this unit run; if it has no parameters, those of the units below."""
+        """The device of this unit's forward and backward.
+
+        A unit without parameters has the device of the first unit below that has some, else of the first parameter,
+        else the CPU.
+        """
         for unit in units_of(self.modules()):
             for flat_param in unit.flat_params:
                 return flat_param.device
@@ -203,17 +217,17 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient, those of units below too."""
+        """The parameters with a gradient, in this unit and below."""
         return [param for param in self.parameters() if param.grad is not None]
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over the ranks."""
+        """The divisor of gradients before they are summed over the ranks."""
         return self._placement.factors[0]
 
     @property
     def gradient_postdivide_factor(self) -> float:
-        """And after."""
+        """The divisor of gradients after they were summed over the ranks."""
         return self._placement.factors[1]
 
     @property
@@ -223,12 +237,12 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """Of each flat parameter of this unit: how many elements at the end of this rank's shard are padding."""
+        """The padding at the end of this rank's shard, in elements, for each flat parameter of this unit."""
         return [flat_param.layout.shard(flat_param.placement.rank).padding for flat_param in self._unit.flat_params]
 
     @property
     def device_id(self) -> torch.device | None:
-        """The device that was asked for."""
+        """The argument ``device_id`` as a device; None: it was not given."""
         return self._device_id
 
     def __getattr__(self, name: str) -> Any:
@@ -249,7 +263,7 @@ class Wrapper(RefusingMarkers, nn.Module):
             except AttributeError:
                 if not name.startswith("_") or hasattr(type(inner), name):
                     raise
-            raise  # of the wrapper: who asks for a private attribute means that of a class
+            raise  # the wrapper's error, as callers look for a private name on the wrapper
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]

@@ -1,4 +1,7 @@
-"""Clipping gradients that are spread over ranks by their norm over all of them."""
+"""Clip sharded gradients by their norm over all ranks.
+
+The wrapper's ``clip_grad_norm_`` and the replaced ``torch.nn.utils.clip_grad_norm_`` call ``clip(by_group(...))``.
+"""
 
 import math
 import warnings
@@ -18,9 +21,10 @@ from ..sharding.flat_param import FlatParam
 
 
 class Members(NamedTuple):
-    """Parameters that the same ranks share.
+    """Parameters whose norm is reduced over the same groups.
 
-    ``flat_param``: of the first, if a group shares them; ``across``: the group of a DTensor's mesh that cuts them, too.
+    ``flat_param``: one sharded flat parameter of them, None: each rank has whole gradients; ``across``: the group of
+    the mesh over which DTensors are sharded besides, None: there is none.
     """
 
     flat_param: FlatParam | None
@@ -32,10 +36,14 @@ _WIDE = {torch.float64, torch.complex128}
 
 
 def by_group(params: Iterable[tuple[FlatParam | None, Any]]) -> list[Members]:
-    """``params``, each behind its flat parameter, by their groups; those that a mesh cuts like their gradients."""
+    """Sort ``params`` into groups. Each item is (flat parameter or None, parameter).
+
+    A DTensor, or a flat parameter with DTensors in it, comes as stand-in parameters with the local gradients.
+    Raises: ValueError naming a parameter whose gradient has no memory.
+    """
     found: dict[Any, Members] = {}
     plain: dict[FlatParam | None, list[Any]] = {}
-    cuts: dict[FlatParam, dict[int, Any]] = {}  # by original parameter
+    cuts: dict[FlatParam, dict[int, Any]] = {}  # id of an original parameter -> the group of its mesh
 
     def members_of(flat_param: FlatParam | None, across: Any) -> list[Any]:
         shared = None if flat_param is None or not flat_param.is_sharded else flat_param
@@ -74,13 +82,13 @@ def _called(flat_param: FlatParam | None, param: Tensor) -> str:
 
 
 def _across(spec: Any) -> Any:
-    """The group over which a DTensor, or its spec, is cut; None: each rank has all of it."""
+    """The group over which a DTensor, or its spec, is sharded; None: each rank has the whole."""
     placements = getattr(spec, "placements", ())
     return spec.mesh.get_group(0) if any(placement.is_shard() for placement in placements) else None
 
 
 def _having(grad: Tensor | None, like: Tensor) -> nn.Parameter:
-    """A parameter of the dtype of ``like`` with this gradient, in the same memory."""
+    """A stand-in parameter without elements: it has the dtype of ``like``, and ``grad`` itself as its gradient."""
     param = nn.Parameter(torch.empty(0, dtype=like.dtype))
     _C.set_grad(param, grad)
     return param
@@ -92,13 +100,14 @@ def clip(
     norm_type: float,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
+    """Scale all gradients so that their norm is at most ``max_norm``. Return the norm before, equal on every rank.
 
-    ``groups``: parameters as ``by_group`` tells them apart: sharded ones are summed over the ranks that share them, and
-    DTensors over those of their mesh. The norm is computed in fp32, or fp64 where a parameter is, and has the widest
-    real dtype of the gradients. Nothing of it is recorded for autograd.
-    Raises: ValueError for a ``max_norm`` below 0, which would turn the gradients round, or NaN, and for a
-    ``norm_type`` that is no order above 0; RuntimeError for a norm that is none, if asked.
+    A collective call. ``groups``: from ``by_group``. The norm of a group is added over the ranks that share it, and
+    over the mesh of DTensors. It is computed in fp32, or in fp64 if a parameter is in fp64. The result has the widest
+    real dtype of the gradients. Autograd records nothing.
+    Raises: ValueError for a ``max_norm`` that is NaN or below 0, which would reverse the gradients, and for a
+    ``norm_type`` that is not above 0; RuntimeError with ``error_if_nonfinite`` for a norm that is infinite or NaN. The
+    gradients are as before then.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     if not max_norm >= 0:
@@ -114,7 +123,7 @@ def clip(
     total: Tensor | None = None
     for group in groups:
         norm = _C.grad_norm(group.params, norm_type, is_wide, device)
-        if is_max:  # a MAX may drop NaN: whether there is any goes along
+        if is_max:  # MAX may drop NaN, so a second element says whether there is one
             norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(norm.dtype)])
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         if group.flat_param is not None:

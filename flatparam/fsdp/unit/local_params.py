@@ -1,4 +1,8 @@
-"""What this rank holds of each parameter and buffer of a model: what states, checkpoints and loads work on."""
+"""The part of each parameter and buffer of a model that this rank holds.
+
+State dicts, checkpoints and loads iterate over ``local_params_of`` and need to know no unit. This file writes no
+parameter, issues no collective, and knows no format of states.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,15 @@ from .unit import Unit, units_of
 
 @dataclass(eq=False)
 class LocalParam:
-    """One parameter or buffer of the unwrapped model: elements ``[start, start + numel)`` of it, in its memory order.
+    """One parameter or buffer of the unwrapped model.
 
-    ``names``: all that it has there; ``owner``: the tensor that the optimizer steps: itself, or its flat parameter;
-    ``shape`` and ``stride`` of the whole; ``unit``: what manages it, if anything does, as original ``number`` of
-    ``flat_param``; ``shard_slice``: where the shard has it.
+    This rank holds its elements ``[start, start + numel)``, counted in its memory order.
+
+    - ``names``: all its names in the model.
+    - ``owner``: the tensor that an optimizer steps: the parameter itself, or its flat parameter.
+    - ``shape``, ``stride``: of the whole parameter.
+    - ``unit``, ``flat_param``, ``number``: it is ``flat_param.originals[number]`` of ``unit``; None without a unit.
+    - ``shard_slice``: its place in the shard; None without a unit.
     """
 
     names: list[str]
@@ -37,7 +45,7 @@ class LocalParam:
     shard_slice: ShardSlice | None = None
     start: int = 0
     is_buffer: bool = False
-    _dense: Dense | None = None  # cached properties take longer, where there are thousands
+    _dense: Dense | None = None  # no cached_property: it is slower, and models have thousands
     _flat: Tensor | None = None
 
     @property
@@ -46,12 +54,12 @@ class LocalParam:
 
     @property
     def numel(self) -> int:
-        """How many of its elements are here."""
+        """The number of elements that this rank holds."""
         return math.prod(self.shape) if self.shard_slice is None else max(0, self.shard_slice.numel)
 
     @property
     def original(self) -> ParamInfo:
-        """Of one that a unit manages."""
+        """The original parameter. Only for a parameter of a unit."""
         assert self.shard_slice is not None
         return self.shard_slice.original
 
@@ -62,7 +70,7 @@ class LocalParam:
 
     @property
     def offset(self) -> int:
-        """Where in ``owner``'s memory its elements begin."""
+        """The first of its elements in ``owner``'s memory, counted in elements."""
         return (
             0
             if self.shard_slice is None or self.flat_param is None or self.flat_param.use_orig_params
@@ -71,18 +79,22 @@ class LocalParam:
 
     @property
     def has_values(self) -> bool:
+        """False for a parameter from ``defer_init`` that no checkpoint has filled."""
         return self.shard_slice is None or self.shard_slice.original.template is None
 
     @property
     def dense(self) -> Dense:
-        """The order of its elements."""
+        """The memory order of the whole parameter."""
         if self._dense is None:
             self._dense = Dense.of(self.shape, self.stride)
         return self._dense
 
     @property
     def flat(self) -> Tensor:
-        """The memory of its elements here, 1-D. Raises: ValueError for one on the meta device, or not dense."""
+        """The elements that this rank holds, 1-D, in the same memory.
+
+        Raises: ValueError for a tensor on the meta device, that is not dense, or whose storage was freed.
+        """
         if self._flat is None:
             self._flat = self._find_flat()
         return self._flat
@@ -97,12 +109,13 @@ class LocalParam:
         return self.owner.detach().as_strided((self.numel,), (1,))
 
     def piece_of(self, shard: Tensor) -> Tensor:
-        """What a tensor like the shard has of it, in the shape that an optimizer sees."""
+        """The elements of this parameter in ``shard``, a tensor of the shard's length, in the shape of its state."""
         assert self.shard_slice is not None
         piece = self.shard_slice.of(shard)
         return piece.view(1) if self.is_sharded and not piece.dim() else piece
 
 
+# (name, tensor of no unit) -> its LocalParam if something else has sharded it, else None
 Other = Callable[[str, Tensor], LocalParam | None]
 
 
@@ -113,14 +126,15 @@ def local_params_of(
     other: Other = lambda name, tensor: None,
     name_of: Callable[[str], str] = clean_tensor_name,
 ) -> Iterator[LocalParam]:
-    """What this rank holds of ``module``: first what units manage, in the order of their layouts, then the rest, whole.
+    """Yield this rank's part of ``module``: parameters of units in the order of their layouts, then all other tensors.
 
-    The rest is parameters that no unit manages and, with ``buffers``, persistent buffers. ``other``: makes what is held
-    of such a tensor, if something else has cut it. ``name_of``: gives each name in ``module`` the one that it has here.
+    Other tensors are parameters without a unit and, with ``buffers``, persistent buffers. They are whole unless
+    ``other`` returns a part. ``name_of``: maps a name in ``module`` to the name in ``LocalParam.names``.
+    The user's writes are taken into the shards of a unit before its parameters are yielded.
     """
     places = unit_paths(module)
-    alone: dict[int, LocalParam] = {}  # by what is theirs alone
-    flat: set[int] = set()
+    alone: dict[int, LocalParam] = {}  # by the id of the tensor, except for parameters in a shared flat tensor
+    flat: set[int] = set()  # ids of the flat parameters that modules register
     for unit, paths in places.items():
         unit.sync_user_writes()
         for flat_param in unit.flat_params:
@@ -165,20 +179,20 @@ def _of_flat_param(
 
 
 def refuse_forms(held: Iterable[LocalParam], what: str, instead: str) -> None:
-    """Raises: ValueError naming a DTensor, or another parameter in a form of its own, of which this rank has a part."""
+    """Raises: ValueError naming a parameter of a unit that is a DTensor or has another ``Form``."""
     for one in held:
         if one.shard_slice is not None and one.original.form is not None:
             raise ValueError(f"{what}: `{one.name}` is in a form of its own, {one.original.form}: {instead}")
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units in ``module``, each under every path that it has."""
+    """Yield the units in ``module`` with their paths; a unit at several paths comes several times."""
     for path, inner in module.named_modules(remove_duplicate=False):
         yield from ((path, unit) for unit in units_of([inner]))
 
 
 def unit_paths(module: nn.Module) -> dict[Unit, list[str]]:
-    """The same by unit."""
+    """Map each unit in ``module`` to all its paths."""
     found: dict[Unit, list[str]] = {}
     for path, unit in units_in(module):
         found.setdefault(unit, []).append(path)
@@ -186,5 +200,5 @@ def unit_paths(module: nn.Module) -> dict[Unit, list[str]]:
 
 
 def managed_places(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
-    """Where modules have parameters of ``units``, original or flat, and by which names."""
+    """The places, (module, name), of the original and flat parameters of ``units``."""
     return {place for unit in units for place in (*unit.places, *((unit.module, name) for name in unit.flat_names()))}

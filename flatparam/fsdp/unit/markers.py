@@ -1,4 +1,8 @@
-"""Properties that other tools look for on a module and that raise on a unit: a tool that does not know our class."""
+"""Marker properties that raise: they stop tools that do not know our class before these read a shard.
+
+Each such tool looks for a property on every module. ``Wrapper`` derives from ``RefusingMarkers``.
+``interop/patches.py`` covers the functions of tools that look for no property.
+"""
 
 from typing import Any, NoReturn
 
@@ -10,18 +14,21 @@ STATES = (
     "rank's part, with torch.save() in a file for each rank"
 )
 
-known_to_torch: set[str] = set()  # modules of torch that know our class, as wrapper/dcp_helpers.py has changed them
+known_to_torch: set[str] = set()  # modules of torch that know our class, since wrapper/dcp_helpers.py changed them
 
 
 class RefusingMarkers:
-    """What other tools look for on a unit, as properties that raise."""
+    """The marker properties of other tools. Reading one raises."""
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _MARKS]  # for who looks at all there is
+        return [name for name in super().__dir__() if name not in _MARKS]  # getattr() of each name in dir() must work
 
     @property
     def _fqn_modifiers(self) -> NoReturn:
-        """Looked for by ``torch.distributed.checkpoint.state_dict``."""
+        """The marker of ``torch.distributed.checkpoint.state_dict``.
+
+        Raises: StateError; AttributeError, as for any missing name, once that module knows our class.
+        """
         if "torch.distributed.checkpoint.state_dict" in known_to_torch:
             raise AttributeError("_fqn_modifiers")
         raise StateError(
@@ -31,7 +38,7 @@ class RefusingMarkers:
         )
 
     def _refuse_composing(self) -> NoReturn:
-        """Looked for by torch's FSDP, its functions on whole trees, ``fully_shard`` and ``replicate``."""
+        """The marker of torch's FSDP, its functions on whole trees, ``fully_shard`` and ``replicate``."""
         raise StateError(
             "torch's FullyShardedDataParallel, fully_shard and their functions (summon_full_params, state_dict_type, "
             f"optim_state_dict) do not know {_name(self)} of flatparam's FullyShardedDataParallel: they would shard "

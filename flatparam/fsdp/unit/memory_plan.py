@@ -1,8 +1,8 @@
-"""A plan of memory before training: the bytes that a rank will hold.
+"""Compute before training how many bytes a rank will hold.
 
-It is a formula of layouts, dtypes and a placement, which asks no process group and no tensor.
-
-Activations, the module's buffers and what the allocator rounds up come on top.
+The plan follows from layouts, dtypes and a placement: no tensor is read, and no process group is asked. Activations,
+buffers of modules and rounding by the allocator are not in it. ``Wrapper.memory_plan``, ``inspect`` and ``advise`` call
+this file. All sizes are bytes on one rank, unless a comment says otherwise.
 """
 
 import itertools
@@ -19,8 +19,10 @@ from .unit import Unit
 
 
 class Flat(NamedTuple):
-    """One flat parameter: ``dtype`` of its shard, ``compute_dtype`` of the unsharded data and ``reduce_dtype`` of its
-    gradient on the wire (None: as the one before), ``is_trained``: whether it has a gradient.
+    """One flat parameter.
+
+    ``dtype``: of its shard; ``compute_dtype``: of the unsharded data, None: ``dtype``; ``reduce_dtype``: of the
+    gradient while it is reduced, None: that of the unsharded data; ``is_trained``: whether it has a gradient.
     """
 
     layout: FlatLayout
@@ -32,19 +34,26 @@ class Flat(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Bytes that one unit takes on each rank.
+    """Bytes that one unit takes on each rank, and when.
 
-    ``shard``: always; ``gradient``: of the shard, from backward to ``zero_grad``; ``optimizer``: from the first step;
-    ``full``: its unsharded parameters, while it is full; ``always_full``: whether they stay; ``resharded``: freed
-    between forward and backward; ``unpacked``: what autograd gives for its parameters; ``wire``: the same packed, while
-    it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
-    micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
-    this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``halfway``: input and output of the second reduction (over replicas, or the outer group);
-    ``converted``: ``gradient``, where it is made of what was reduced in another dtype;
-    ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
-    ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``: whether ``kept`` lies in host memory
-    then, but for that of three units; ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` do.
+    - ``shard``: always.
+    - ``gradient``: of the shard, from backward to ``zero_grad``.
+    - ``optimizer``: its state, from the first step.
+    - ``full``: the unsharded parameters, while the unit is unsharded.
+    - ``always_full``: whether ``full`` stays between steps.
+    - ``resharded``: whether ``full`` is freed between forward and backward.
+    - ``unpacked``: the gradients of the parameters, as autograd makes them.
+    - ``wire``: the packed gradients, while they are reduced.
+    - ``reduced``: the output of the reduction; 0 if it is in place.
+    - ``kept``: the accumulated gradient, between micro-batches in ``no_sync``.
+    - ``padding``: in the shards of all ranks together.
+    - ``copy``: the secondary shard, during a step.
+    - ``halfway``: input and output of the second reduction (over replicas, or over the outer group).
+    - ``converted``: ``gradient``, if its dtype is another than that of ``reduced``.
+    - ``copied``: whether ``unpacked`` is freed before ``reduced`` is allocated.
+    - ``reduces_each``: whether each micro-batch in ``no_sync`` has ``wire`` and ``reduced`` too.
+    - ``offloads``: whether ``kept`` lies in host memory, except for up to three units at a time.
+    - ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` lie in host memory.
     """
 
     name: str
@@ -72,7 +81,7 @@ _NO_UNIT = UnitPlan("")
 
 
 class Moment(NamedTuple):
-    """``bytes`` on a rank while ``phase`` (``forward``, ``backward`` or ``reduce``) of unit ``unit`` runs."""
+    """``bytes`` on a rank while ``phase`` (forward, backward or reduce) of the unit with index ``unit`` runs."""
 
     unit: int
     phase: str
@@ -83,11 +92,16 @@ class Moment(NamedTuple):
 class MemoryPlan:
     """Bytes that a rank holds on its device for parameters, gradients and optimizer state.
 
-    ``between_steps``: after the first optimizer step, without gradients; ``peak``: the most at any of the ``moments``
-    of a synced forward and backward, whose units run in the order given, and whose gradients are added to earlier ones;
-    ``peak_alone``: the same where there are none; ``peak_no_sync``: where micro-batches in ``no_sync`` came before,
-    since the gradients were cleared; ``no_sync``: gradients that these keep unsharded; ``host``: what lies in host
-    memory instead, where something is offloaded to it. ``print`` shows a table.
+    - ``units``: in the order of their forwards, the root first.
+    - ``between_steps``: after the first optimizer step, without gradients.
+    - ``moments``: of a synced forward and backward that adds to the gradients of an earlier backward.
+    - ``peak``: the most at any of the ``moments``.
+    - ``peak_alone``: the peak if the gradients were cleared before.
+    - ``peak_no_sync``: the peak if, after clearing, micro-batches in ``no_sync`` came first.
+    - ``no_sync``: the accumulated gradients of these micro-batches.
+    - ``host``: bytes in host memory, if something is offloaded to it.
+
+    ``print`` shows a table.
     """
 
     units: tuple[UnitPlan, ...]
@@ -100,9 +114,9 @@ class MemoryPlan:
     host: int = 0
 
     def table(self, every: bool = False) -> str:
-        """The plan as a table, which ``print`` shows: equal units whose names differ in numbers alone are one line.
+        """The plan as a table. Units with equal sizes, whose names differ in numbers alone, share a line.
 
-        ``every``: each has a line.
+        ``every``: each unit has a line.
         """
         return _table(self, every)
 
@@ -121,11 +135,14 @@ def plan_unit(
     offloads: bool = False,
     on_host: bool = False,
 ) -> UnitPlan:
-    """The plan of a unit of these flat parameters. ``spread``: a row of the table has None for groups of one rank.
+    """The plan of a unit with the flat parameters ``flats``.
 
-    ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8); ``copy_shards``: how many
-    ranks share the copy that forward and backward gather from (0: there is none), and when ``nested`` what is kept of
-    gradients too; ``offloads``: which lies in host memory between micro-batches; ``on_host``: whether the shards do.
+    - ``spread``: its placement, or a row of the table of strategies.
+    - ``optimizer_bytes``: maps the dtype of a shard to bytes of state for each element (Adam in fp32: 8).
+    - ``copy_shards``: the number of ranks that share the secondary shard, 0: there is none.
+    - ``nested``: whether the accumulated gradient is sharded over these ranks too.
+    - ``offloads``: whether the accumulated gradient lies in host memory between micro-batches.
+    - ``on_host``: whether the shards lie in host memory.
     """
 
     def total(of: Callable[[Flat], int]) -> int:
@@ -182,9 +199,10 @@ def plan_unit(
 
 
 def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = False) -> MemoryPlan:
-    """The plan of a tree, the outermost unit first.
+    """The plan of a tree. ``units``: in the order of their forwards, the root first.
 
-    ``prefetch``: whether a further unit is gathered ahead; ``gathers_ahead``: in forward, whatever ``prefetch`` is.
+    ``prefetch``: whether one unit is gathered ahead in forward and backward; ``gathers_ahead``: whether forward gathers
+    ahead in any case, as on an accelerator.
     """
     plans = tuple(units)
     here = [plan for plan in plans if not plan.on_host]
@@ -209,7 +227,7 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
         moments=moments,
         peak_alone=most(None),
         peak_no_sync=most(kept),
-        host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # another may be added to it
+        host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # 2: a new one is added to it
         + sum(plan.kept for plan in plans if plan.offloads),
     )
 
@@ -217,7 +235,10 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
 def _forward(
     plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], gathers_ahead: bool
 ) -> Iterator[tuple[int, int]]:
-    """The bytes unsharded in the forward of each unit but the root: what stays, it, and the next if gathered ahead."""
+    """Yield the index and the unsharded bytes in the forward of each unit except the root.
+
+    Unsharded are the units before that stay so, the unit itself, and the next unit if it is gathered ahead.
+    """
     staying = _sums(stay)
     for i in range(1, len(plans)):
         gathers = gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
@@ -226,23 +247,28 @@ def _forward(
 
 
 def _arriving(plan: UnitPlan) -> int:
-    """The bytes of a shard from the host, on the device until it is in its place."""
+    """The copy of a shard from host memory: it is on the device until the all-gather has ended."""
     return plan.shard if plan.on_host else 0
 
 
 def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
-    """The bytes of each unit while it is full, and from its forward to its backward."""
+    """Two lists, one item a unit: bytes while it is unsharded, and bytes between its forward and its backward.
+
+    Both are 0 for a unit that is always unsharded: ``plan_tree`` counts it as always there.
+    """
     full = [0 if plan.always_full else plan.full for plan in plans]
     return full, [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
 
 
 class _Backward(NamedTuple):
-    """Bytes during the backward of unit ``unit``, beside gradients that there are already: these are added to in place.
+    """Bytes during the backward of the unit with index ``unit``, without gradients of an earlier backward.
 
-    ``runs``: while it computes, ``packs``: while its gradients are packed, and ``ends``: while they are reduced, both
-    without ``wire`` of its own;
-    ``reducing``: the first reduction of the unit before; ``beside``: that and what else is under way meanwhile;
-    ``reduced``: the gradients of shards of the units that are done.
+    - ``runs``: while it computes.
+    - ``packs``: while its gradients are packed, without its ``wire``.
+    - ``ends``: while its gradients are reduced, without its ``wire``.
+    - ``reducing``: ``wire`` and ``reduced`` of the unit before, whose reduction still runs.
+    - ``beside``: ``reducing``, and the buffers of the reductions that end meanwhile.
+    - ``reduced``: the gradients of the units whose reductions have ended.
     """
 
     unit: int
@@ -257,7 +283,7 @@ class _Backward(NamedTuple):
 def _backward(
     plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], prefetch: bool, cleared: bool
 ) -> Iterator[_Backward]:
-    """Of each unit, the last one first."""
+    """Yield one item a unit, the last unit first. ``cleared``: whether gradients were cleared before."""
     is_reduced_twice = any(plan.halfway for plan in plans)
     staying, gradients = _sums(stay), _gradients(plans)
     for i in range(len(plans) - 1, -1, -1):
@@ -281,34 +307,38 @@ def _backward(
 
 
 def _sums(values: Iterable[int]) -> list[int]:
-    """Of the first 0, 1, ... of them."""
+    """The sums of the first 0, 1, 2, ... values."""
     return list(itertools.accumulate(values, initial=0))
 
 
 def _gradients(plans: Sequence[UnitPlan]) -> list[int]:
-    """``_sums`` of those of shards, on the device."""
+    """``_sums`` of the gradients of shards on the device."""
     return _sums(0 if plan.on_host else plan.gradient for plan in plans)
 
 
 def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
-    """What a forward and backward hold beside what is always there; units run in order, the root around the others."""
+    """Yield the moments of a forward and backward, without the bytes that are always there.
+
+    Units run in their order, and the root around all others. Gradients are added to those of an earlier backward.
+    """
     if not plans:
         return
     full, stay = _sizes(plans)
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield Moment(i, "forward", size)
     yield Moment(0, "forward", sum(stay))
-    reduced = _gradients(plans)[-1]  # an earlier backward's, to which this one's are added
+    reduced = _gradients(plans)[-1]  # of the earlier backward
     for now in _backward(plans, full, stay, prefetch, cleared=False):
         yield Moment(now.unit, "backward", reduced + now.beside + now.runs)
         yield Moment(now.unit, "reduce", reduced + now.beside + now.ends + plans[now.unit].wire)
 
 
 def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool, gathers_ahead: bool) -> Iterator[int]:
-    """The same where gradients were cleared before; ``kept``: those of micro-batches in ``no_sync`` that came first.
+    """Yield the bytes of the moments if gradients were cleared before, without the bytes that are always there.
 
-    In these units that are not resharded stay. In the last one what is kept is reduced, in place where it has the
-    dtype of the wire, and becomes gradients of shards.
+    ``kept``: the accumulated gradient of each unit, if micro-batches in ``no_sync`` come first; None: there are none.
+    In these micro-batches, units that are not resharded stay unsharded. The last backward reduces the accumulated
+    gradients, in place if they have the dtype of the wire, and they become gradients of shards.
     """
     if not plans:
         return
@@ -319,7 +349,7 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
         yield size + holding[-1] + (staying[-1] - staying[i + 1] if kept else 0)
     for now in _backward(plans, full, stay, prefetch, cleared=True):
         i, plan = now.unit, plans[now.unit]
-        # of what lies in host memory: added to, on its way there and back
+        # accumulated gradients of host memory that are on the device now, to be added to or copied back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
         if kept:
             others = staying[-1] - staying[i + 1] + holding[-1] + near + (now.reducing if plan.reduces_each else 0)
@@ -331,11 +361,11 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
         wire = 0 if kept and plan.kept == plan.wire else plan.wire
         yield others + now.runs
         yield others + now.packs + wire
-        yield others + now.ends + wire - (held[i] if wire and not plan.reduces_each else 0)  # which was cast to it
+        yield others + now.ends + wire - (held[i] if wire and not plan.reduces_each else 0)  # kept was cast into wire
 
 
 def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
-    """``plan_unit`` of a unit that there is. ``optimizer_bytes``: for each element of its shard."""
+    """The plan of an existing unit. ``optimizer_bytes``: bytes of state for each element of its shard."""
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.flat_params]
     placement = unit.options.placement
     return plan_unit(
@@ -351,7 +381,7 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
 
 
 def phase(moment: Moment, units: Sequence[UnitPlan]) -> str:
-    """A moment in words."""
+    """The name of a moment for people."""
     name = units[moment.unit].name
     return {
         "forward": f"forward of {name}",
@@ -361,7 +391,7 @@ def phase(moment: Moment, units: Sequence[UnitPlan]) -> str:
 
 
 def summary(plan: MemoryPlan) -> str:
-    """What each rank holds, and when it is most."""
+    """Two lines: the bytes between steps and at the peak, and the moment of the peak."""
     top = max(plan.moments, key=lambda moment: moment.bytes)
     between, peak = human(plan.between_steps), human(plan.peak)
     return "\n".join(
@@ -374,7 +404,7 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def _table(plan: MemoryPlan, every: bool) -> str:
-    """A line for each unit, or for all that differ in numbers of their names alone, and the totals."""
+    """The table of ``MemoryPlan.table``, with totals and ``summary``."""
     own = [(one.shard, one.gradient, one.optimizer, one.full, one.kept, one.padding) for one in plan.units]
     rows: list[tuple[str, ...]] = [
         ("unit", "units", "shard", "gradient", "optimizer", "unsharded", "no_sync", "padding"),

@@ -1,4 +1,7 @@
-"""A unit and the tensors of its modules in words, for people."""
+"""Text for ``print``: one line about a unit, and short text for tensors without memory.
+
+``Wrapper`` and ``shard_map.py`` call this file.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ from .unit import Unit
 
 
 class ShowingFreed(TorchFunctionMode):
-    """Prints freed tensors by their shapes: ``extra_repr`` of some modules formats all attributes of the module."""
+    """Within the block, ``repr`` of a freed tensor is its shape and dtype.
+
+    ``extra_repr`` of some modules formats tensors, and reading freed ones would fail.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__repr__ and args[0].numel() and not args[0].is_meta and not has_memory(args[0]):
@@ -20,12 +26,12 @@ class ShowingFreed(TorchFunctionMode):
 
 
 def of_dtype(dtype: object) -> str:
-    """A dtype without the name of its module."""
+    """The name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def of_unit(strategy: str, unit: Unit) -> str:
-    """The strategy of a unit, its ranks and sizes, in one line; the same for units that are alike."""
+    """One line with the strategy, ranks and sizes of a unit. Equal units have equal lines, so ``print`` merges them."""
     placement = unit.options.placement
     over = f"{placement.shards} rank{'s' if placement.shards > 1 else ''}"
     if placement.has_secondary_shard:

@@ -1,4 +1,8 @@
-"""Which unit has a parameter, or a module's own parameters; the error for a shard that is taken for a parameter."""
+"""Find the unit of a parameter or module, and explain the use of a shard as a whole parameter.
+
+Owns the tables parameter -> unit and module -> unit, and the set of all units of the process. All references are weak.
+A unit is known by the protocol ``Owner``, so ``unit.py`` can import this file. The C core calls ``_why_sharded``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ FREED = (
 
 
 class Owner(Protocol):
-    """A unit, as far as it is found by its parameters and modules."""
+    """The attributes of a unit that callers of this file use."""
 
     name: str
     options: Options
@@ -34,7 +38,7 @@ class Owner(Protocol):
 
     @property
     def places(self) -> set[tuple[nn.Module, str]]:
-        """Where modules have original parameters, and by which names."""
+        """The places, (module, name), of the original parameters."""
 
     def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
         """The parameters that an optimizer steps."""
@@ -45,11 +49,11 @@ class Owner(Protocol):
 
 _units: weakref.WeakSet[Owner] = weakref.WeakSet()
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
-_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its flat parameter)
+_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak unit, its name there, index of its flat parameter)
 
 
 def own(unit: Owner) -> None:
-    """From now on ``unit`` has its parameters, flat and original, and its modules."""
+    """Map the parameters of ``unit``, flat and original, and its modules to ``unit``."""
     _units.add(unit)
     optimizers.note_change()
     owner = weakref.ref(unit)
@@ -62,32 +66,32 @@ def own(unit: Owner) -> None:
 
 
 def replace_param(unit: Owner, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
-    """``new`` is the parameter ``fqn`` in the k-th flat parameter of ``unit``, in place of ``old``."""
+    """Map ``new`` to ``unit`` instead of ``old``: it is now the parameter ``fqn`` of the k-th flat parameter."""
     optimizers.note_change()
     _of_params.pop(old, None)
     _of_params[new] = weakref.ref(unit), fqn, k
 
 
 def all_units() -> list[Owner]:
-    """The units of this process."""
+    """All living units of this process."""
     return list(_units)
 
 
 def owner_of_param(param: Tensor) -> tuple[Owner, str] | None:
-    """The unit that has ``param``, an original or a flat one, wherever that is, and the name it has there."""
+    """The unit of ``param``, original or flat, and its name in the unit; None: it belongs to no unit."""
     owner, fqn, _ = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else (unit, fqn)
 
 
 def owner_of(module: nn.Module) -> Owner | None:
-    """The unit that has ``module``'s own parameters."""
+    """The unit of the parameters that ``module`` itself registers; None: it has none in a unit."""
     owner = _owners.get(module)
     return None if owner is None else owner()
 
 
 def _owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
-    """The units that have some of ``params``."""
+    """The units of ``params``, each once, in order."""
     owners = map(owner_of_param, params)
     return {owner[0]: None for owner in owners if owner is not None}
 
@@ -96,18 +100,18 @@ optimizers.find_units(_owners_of)
 
 
 def flat_param_of(param: Tensor) -> FlatParam | None:
-    """The flat parameter that ``param``, an original or a flat one, is in."""
+    """The flat parameter of ``param``, original or flat; None: it belongs to no unit."""
     owner, _, index = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else unit.flat_params[index]
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
-    """What is said of a shard that is taken for a whole parameter, by whatever name."""
+    """The error text for ``tensor``, a shard or a view of one, used as a whole parameter; None: it is neither."""
     owner = owner_of_param(tensor)
     if owner is not None:
         return printable(FREED.format(unit=owner[0].name, names=f"`{owner[1]}`"))
-    storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # of a view of one
+    storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # it may be a view of a piece
     for unit in _units:
         for here in (here for flat_param in unit.flat_params for here in flat_param.shard_slices()):
             piece = here.original.param

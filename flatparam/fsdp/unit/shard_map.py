@@ -1,4 +1,7 @@
-"""The map of shards: every piece of every parameter on every rank, and its tables."""
+"""The map of shards: which rank holds which elements of each parameter, as a list and as tables.
+
+The map follows from the layouts, which all ranks have alike: no communication. ``Wrapper.shard_map`` calls this file.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,12 +18,15 @@ from .unit import Unit
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one parameter.
+    """The elements of one parameter that one rank holds.
 
-    ``fqn``: the parameter's name in the unwrapped model; ``shape``, ``dtype``: of the whole; ``rank``: in the group
-    that shares the unit; ``start``, ``numel``: elements of the parameter in row-major order, or in memory order where
-    it is dense but not contiguous; ``boxes``: the same as the fewest boxes, None where memory order is another;
-    ``flat_start``: the first element in the rank's shard; ``trained``: whether it requires grad.
+    - ``fqn``: the parameter's name in the unwrapped model.
+    - ``shape``, ``dtype``: of the whole parameter.
+    - ``rank``: in the group that shares the unit.
+    - ``start``, ``numel``: the elements ``[start, start + numel)`` of the parameter in its memory order.
+    - ``boxes``: the box cover of these elements; None if memory order is not row-major.
+    - ``flat_start``: the first of these elements in the rank's shard.
+    - ``trained``: whether the parameter requires grad.
     """
 
     fqn: str
@@ -35,11 +41,11 @@ class Piece:
 
 
 class ShardMap(list[Piece]):
-    """Pieces, unit by unit, in the order of the layout. ``print`` shows tables."""
+    """A list of pieces: unit by unit, in the order of the layout, rank by rank. ``print`` shows tables."""
 
     def table(self, every: bool = False) -> str:
-        """The map as tables, which ``print`` shows: parameters that are cut alike and whose names differ in numbers
-        alone are one line, and so are ranks that hold as much. ``every``: a line for each piece instead.
+        """The map as tables. Parameters that are sharded alike, and whose names differ in numbers alone, share a line.
+        Ranks that hold as many elements share a line too. ``every``: one table with a line for each piece.
         """
         return _table(self, every)
 
@@ -48,10 +54,7 @@ class ShardMap(list[Piece]):
 
 
 def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
-    """Every piece of every parameter on every rank of its group, unit by unit, in the order of the layout.
-
-    ``units``: with the path of each in the unwrapped model. No communication.
-    """
+    """List the pieces of ``units``, pairs of a unit's path in the unwrapped model and the unit."""
     found = ShardMap()
     for path, unit in units:
         for flat_param in unit.flat_params:
@@ -76,9 +79,7 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
 
 
 def _table(pieces: Iterable[Piece], every: bool) -> str:
-    """A line for each parameter, or for all that differ in numbers of their names alone and are cut alike; then what
-    each rank has. ``every``: a line for each piece instead.
-    """
+    """The tables of ``ShardMap.table``: one of parameters, one of ranks."""
     pieces = list(pieces)
     rows: list[tuple[str, ...]]
     if every:

@@ -1,4 +1,9 @@
-"""Full parameters outside of forward and backward: gathered into memory of their own, in the shards' own precision."""
+"""Full parameters outside of forward and backward, in separate memory and in the dtype of the shards.
+
+``Summoned`` owns the gathered tensors of one unit from ``enter`` to ``leave``. ``summon`` is the block over several
+units: the wrapper's ``summon_full_params`` and ``apply`` use it; loading a state dict uses ``Summoned``. The checks
+before an optimizer's step are here because they depend on the summoned units. This file knows no tree of units.
+"""
 
 import functools
 import itertools
@@ -20,13 +25,13 @@ from ..sharding.parameters import ParamInfo, check_not_rounded, same_bytes
 from .registry import Owner, all_units
 from .unit import Unit
 
-_active: "list[Summoned]" = []  # what is summoned now, in this process
+_active: "list[Summoned]" = []  # of this process, between enter() and leave()
 
 
 def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
-    """Refuse ``what`` for gradients of micro-batches that are not reduced yet. Those cleared since count as none.
+    """Refuse the call ``what`` while a unit has an accumulated gradient. A gradient that was cleared does not count.
 
-    Raises: StateError naming a unit that has some.
+    Raises: StateError naming the unit.
     """
     for unit in units:
         if unit.core.note_user_edits(True):
@@ -38,7 +43,10 @@ def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
 
 
 def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """``check_reduced``; after the closure, where ``step()`` has one, which may run the last micro-batch."""
+    """The hook before each optimizer step: call ``check_reduced`` now, or after the closure of ``step()``.
+
+    A closure may run the last micro-batch. Returns: None, or the arguments of ``step()`` with a checked closure.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         check_reduced(optimizer)
@@ -53,9 +61,11 @@ def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
 
 
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Before ``optimizer`` steps. What no_sync has kept in fp32 of parameters that are in less is rounded for it.
+    """Check, before ``optimizer`` steps, that its gradients are reduced.
 
-    Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.
+    An accumulated gradient that needs no reduction may be wider than its parameter. It is cast to the dtype of the
+    parameter, as optimizers expect. Raises: ValueError naming a parameter with an accumulated gradient that has to be
+    reduced first.
     """
     if _C.not_steppable() == 0:
         return
@@ -78,7 +88,7 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: refuse one whose result the end of ``summon_full_params`` would throw away.
+    """The hook before each optimizer step: refuse a step that the end of ``summon_full_params`` would undo.
 
     Raises: StateError naming the parameter and its unit.
     """
@@ -98,20 +108,27 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class _Written(NamedTuple):
-    """What users have put in place of a unit's full parameters, or why that cannot be kept."""
+    """The user's writes to full parameters of a unit that are not in the gathered tensors yet.
+
+    ``misfit``: why they cannot be kept; ``replaced``: other Parameter objects, with the indices of the flat parameter
+    and of the original in it.
+    """
 
     misfit: ValueError | None
     replaced: list[tuple[int, int, ParamInfo, nn.Parameter]]
-    writes: list[tuple[Tensor, Tensor]]  # where, what
+    writes: list[tuple[Tensor, Tensor]]  # (target in a gathered tensor, new values)
 
 
 class Summoned:
     """The full parameters of one unit, from ``enter`` to ``leave``.
 
-    Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
-    shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too, which is written back in the same way:
-    a gradient that was cleared, set or replaced stays so; ``loads``: a state dict is loaded, after which modules have
-    the parameters that they had before. DTensors stay on the device of their mesh.
+    - ``writeback``: each rank copies its part of the user's writes into its shard.
+    - ``rank0_only``: only rank 0 of the group that shares the unit shows full parameters.
+    - ``offload_to_cpu``: show copies in host memory. Units with DTensors ignore it: these stay on their mesh.
+    - ``with_grads``: show full gradients too. A gradient that the user clears, sets or replaces stays so.
+    - ``loads``: a state dict is loaded: replaced Parameter objects are not adopted.
+
+    ``enter`` and ``leave`` run in the thread of the program. An exception in ``enter`` leaves the unit as before.
     """
 
     def __init__(
@@ -129,22 +146,25 @@ class Summoned:
         self.shown = not rank0_only or unit.options.placement.rank == 0
         self.offload_to_cpu = offload_to_cpu and not any(flat_param.has_forms for flat_param in unit.flat_params)
         self.with_grads = with_grads
-        self.wholes: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []  # of each flat parameter, whole
-        self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
-        self._shards: list[tuple[FlatParam, Tensor]] = []  # of the flat parameters that show the whole meanwhile
+        self.wholes: list[Tensor] = []  # the gathered parameters, one tensor [padded_numel] a flat parameter
+        self.gradients: list[Tensor | None] = []  # the gathered gradients, likewise
+        self.held: list[list[Tensor | None]] = []  # for each flat parameter: the gradients to put back in leave()
+        self._shards: list[tuple[FlatParam, Tensor]] = []  # flat parameters whose data is a whole now, and their shards
         self.loads = loads
-        self.missing: list[ParamInfo] = []  # in what is loaded
-        self._made: dict[str, nn.Parameter] = {}  # what modules show that is no original parameter, by name
+        self.missing: list[ParamInfo] = []  # parameters without a value in the state dict that is loaded
+        self._made: dict[str, nn.Parameter] = {}  # FQN -> a Parameter made here, which modules show for the original
         self._written: _Written | None = None
         self._tied: ValueError | None = None
         self.had_views = unit.core.shows_views
-        self._is_whole = False  # all of it is shown, and may be written back
+        self._is_whole = False  # enter() has ended: the values may be written back
 
-    @torch.inference_mode(False)  # what parameters point to is used outside of it too
+    @torch.inference_mode(False)  # the parameters outlive the user's inference_mode block
     @torch.no_grad()
     def enter(self) -> None:
-        """Gather, and let the modules have full parameters, or after an exception what they had. A collective call."""
+        """Gather the unit, and let its modules show full parameters. A collective call.
+
+        After an exception modules show the same as before.
+        """
         unit = self.unit
         unit.sync_user_writes()
         having: list[list[bool]] = []
@@ -186,7 +206,7 @@ class Summoned:
                         _set_grad(original, value)
 
     def _keeps(self, flat_param: FlatParam) -> bool:
-        """Whether what is written stays: always where users have the memory that is trained."""
+        """Whether the user's writes stay. Without sharding they always do: users write to the trained memory itself."""
         return self.writeback or not (flat_param.is_sharded or self.unit.options.offload_params)
 
     def _whole(self, flat_param: FlatParam, shard: Tensor) -> Tensor:
@@ -199,16 +219,17 @@ class Summoned:
                 original.param.grad = None
             original.param.data = value
             return
-        param = original.parameter(value.data, trained)  # which counts writes by itself
+        param = original.parameter(value.data, trained)  # .data: a version counter apart from the whole's
         self._made[original.fqn] = param
         for place in original.names:
             vars(place.module).pop(place.name, None)
             place.module.register_parameter(place.name, param)
 
     def _gather_gradient(self, flat_param: FlatParam) -> tuple[Tensor | None, list[bool]]:
-        """The unsharded gradient, and which parameters have one on some rank, those without one there as zeros.
+        """Gather the gradient. Return it, and for each original whether some rank has a gradient for it.
 
-        None if no parameter has one on any rank.
+        A parameter without a gradient on a rank counts as zeros there. Returns ``(None, [])`` if no rank has any. A
+        collective call: ranks first agree on gradients and their dtypes, so that all of them gather or none does.
         """
         self.unit.refuse_freed_gradients()
         grads = [param.grad for param in _owners(self.unit, flat_param)]
@@ -227,7 +248,10 @@ class Summoned:
         return self._whole(flat_param, _gradient_of(self.unit, flat_param, _widest(dtypes))), has
 
     def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, ParamInfo]]") -> None:
-        """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
+        """Note the error if modules show one parameter in place of two originals.
+
+        ``seen``: the shown parameters of the units before, to which this call adds.
+        """
         if not self._made:
             return
         for original in (original for flat_param in self.unit.flat_params for original in flat_param.originals):
@@ -244,9 +268,11 @@ class Summoned:
     @torch.inference_mode(False)
     @torch.no_grad()
     def leave(self, keeps: bool = True) -> None:
-        """Write back what was asked for, unless ``keeps`` is False, and let the modules have what they had before.
+        """Write back if ``keeps``, then let the modules show the same as before ``enter``. Local.
 
-        Where an exception comes in between, Ctrl-C's say, call it again: it writes no more, and goes on.
+        If an exception such as Ctrl-C ends it halfway, call it again: it does not write again, but restores the rest.
+        Raises: ValueError naming a parameter whose replacement does not fit. No replacement is kept then; writes in
+        place are.
         """
         if self.unit.summoned is not self:
             return
@@ -259,10 +285,10 @@ class Summoned:
             raise misfit
 
     def _write_back(self) -> ValueError | None:
-        """Have the shards and what is ``held`` be what was written; or why that cannot be."""
+        """Copy the user's writes into the shards and into ``held``. Return the error if they do not fit."""
         unit = self.unit
         if self.writeback:
-            unit.loaded(self.missing)  # on all ranks: what they have written is theirs
+            unit.loaded(self.missing)  # on all ranks alike, also on those that show nothing
         if not self.shown:
             return None
         if self._written is None:
@@ -273,10 +299,10 @@ class Summoned:
             if self._keeps(flat_param):
                 shard, mine = flat_param.flat.detach(), flat_param.own(whole).to(flat_param.flat.device)
                 changed = not same_bytes(shard, mine)
-                if changed:  # what was not written is no change to a graph that waits for backward
+                if changed:  # a copy without a change would bump the version, and fail a pending backward
                     shard.copy_(mine)
                 placement = unit.options.placement
-                if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
+                if changed or placement.param is placement.optim:  # else the consensus tells which are stale
                     unit.filled(self.missing)
         if self.with_grads and misfit is None:
             self.held = [self._gradients_of(k, flat_param) for k, flat_param in enumerate(unit.flat_params)]
@@ -305,7 +331,10 @@ class Summoned:
 
     @torch.no_grad()
     def note_written(self) -> None:
-        """Find what was put in place of parameters or their data: of all units before one of them is written to."""
+        """Find the user's writes outside of the gathered tensors, and check them.
+
+        The caller does this for all units before it writes to any.
+        """
         writes: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
         self._written = _Written(None, replaced, writes)
@@ -317,7 +346,7 @@ class Summoned:
                 if not self._keeps(flat_param):
                     continue
                 if not flat_param.has_forms and not flat_param.keeps_class:
-                    uses = self.unit.options.use_orig_params  # then some of them may be in another flat parameter
+                    uses = self.unit.options.use_orig_params  # lie_in(None) compares the original parameters
                     made = None if uses else [self._made[original.fqn] for original in flat_param.originals]
                     if self.unit.core.lie_in(k, made, whole, True):
                         continue
@@ -340,7 +369,7 @@ class Summoned:
             self._written = _Written(error, [], [])
 
     def _take_written(self) -> ValueError | None:
-        """Have that in the wholes. If it cannot be: nothing, and why."""
+        """Copy the noted writes into ``wholes``. If one does not fit, copy nothing and return the error."""
         assert self._written is not None
         misfit, replaced, writes = self._written
         if self._tied is not None or misfit is not None:
@@ -352,9 +381,9 @@ class Summoned:
         return None
 
     def _gradients_of(self, k: int, flat_param: FlatParam) -> list[Tensor | None]:
-        """What the owners get: this rank's pieces of the gradients of the whole parameters, if those are kept.
+        """The gradients that ``leave`` puts back: this rank's pieces of the shown gradients, or ``held``.
 
-        Many of them lie in the whole gradient that was made for them.
+        A shown gradient that still lies in the gathered tensor needs no copy.
         """
         whole, held = self.gradients[k], self.held[k]
         shown = [(original, _shown(original).grad) for original in flat_param.originals]
@@ -385,14 +414,14 @@ class Summoned:
 
 
 def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
-    """Whether ``value`` shares the memory of ``whole``, and is not ``place`` in it: another parameter's, say."""
+    """Whether ``value`` lies in ``whole``, but not at ``place``: it may be the gradient of another parameter."""
     return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and (
         value.data_ptr() != place.data_ptr() or value.stride() != place.stride()
     )
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its memory."""
+    """The address of the storage of ``tensor``."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -404,12 +433,12 @@ def _set_grad(original: ParamInfo, grad: Tensor) -> None:
 
 
 def _owners(unit: Unit, flat_param: FlatParam) -> list[nn.Parameter]:
-    """What has ``.grad``: the original parameters, or the flat one."""
+    """The parameters with ``.grad``: the originals, or with ``use_orig_params=False`` the flat parameter."""
     return [original.param for original in flat_param.originals] if unit.options.use_orig_params else [flat_param.flat]
 
 
 def _shown(original: ParamInfo) -> nn.Parameter:
-    """What modules show of ``original``."""
+    """The parameter that the first module of ``original`` has under its name, else ``original`` itself."""
     place = original.names[0]
     value = place.module._parameters.get(place.name)
     return original.param if value is None else value
@@ -419,12 +448,12 @@ _DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, t
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The one that has the values of all."""
+    """The smallest dtype that holds the values of all ``dtypes``."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def _gradient_of(unit: Unit, flat_param: FlatParam, dtype: torch.dtype) -> Tensor:
-    """The gradient of the shard, from wherever it is: ``[shard_numel]``, with zeros where there is none."""
+    """The gradient of the shard, ``[shard_numel]``, from the flat parameter or the originals; zeros without one."""
     if not unit.options.use_orig_params and flat_param.flat.grad is not None:
         return flat_param.flat.grad.to(dtype)
     shard = torch.zeros(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.flat.device)
@@ -436,7 +465,10 @@ def _gradient_of(unit: Unit, flat_param: FlatParam, dtype: torch.dtype) -> Tenso
 
 
 def summon(units: Callable[[], Iterable[Unit]], **flags: Any) -> _C.Block:
-    """Full parameters of ``units()``, which is called where the block begins, within it. A collective call."""
+    """A block with full parameters of ``units()``. ``flags``: the arguments of ``Summoned``.
+
+    ``units()`` is called when the block begins. What it raises, the block raises. Beginning is a collective call.
+    """
     summoning = _Summoning(units, flags)
     return _C.Block(summoning.begin, summoning.end)
 
@@ -451,7 +483,7 @@ class _Summoning:
 
     def begin(self) -> None:
         units = list(self._units())
-        # What is sharded is gathered, and waited for there
+        # The all-gather of a sharded parameter waits by itself
         checked_collectives.settle(
             flat_param for unit in units for flat_param in unit.flat_params if not flat_param.is_sharded
         )
@@ -461,7 +493,10 @@ class _Summoning:
         self._are_all_there = True
 
     def end(self) -> None:
-        """Leave all of them; called again, those that an exception has kept from it. Raises: what the last one does."""
+        """Leave all units, the last first. After Ctrl-C in it, call it again: it leaves the remaining units.
+
+        Raises: the last error of a ``leave``, after all of them have run.
+        """
         steps: list[Callable[[], None]] = [state.leave for state in reversed(self._states)]
         if self._are_all_there:
             self._are_all_there = False
@@ -470,7 +505,10 @@ class _Summoning:
 
 
 def in_turn(steps: Iterable[Callable[[], None]]) -> None:
-    """Call each of ``steps``, also after one has raised. Raises: what the last one raised, or Ctrl-C's exception."""
+    """Call each of ``steps``, also after one has raised.
+
+    Raises: the last Exception; but the first that is no Exception, such as Ctrl-C's, takes precedence.
+    """
     failed: BaseException | None = None
     try:
         for step in steps:
@@ -482,7 +520,7 @@ def in_turn(steps: Iterable[Callable[[], None]]) -> None:
         if failed is not None:
             raise failed
     finally:
-        failed = None  # it has this frame
+        failed = None  # break the cycle: its traceback refers to this frame
 
 
 def _note_written(entered: list[Summoned]) -> None:

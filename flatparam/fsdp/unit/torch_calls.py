@@ -1,7 +1,12 @@
-"""Calls of torch's that are noted, for what a unit does in them.
+"""Replace three functions of torch, so that a unit knows about calls around its forward.
 
-Reentrant activation checkpoints recompute, and so train, only what has an input that requires grad.
-``torch.func.functional_call`` puts tensors in place of others for the time of a call. ``requires_grad_()`` freezes.
+- The forward of reentrant checkpoints: backward recomputes one only if an input requires grad. Else its units would
+  not be trained, in silence.
+- ``swap_tensor``, which ``torch.func.functional_call`` uses: it puts other tensors in the place of parameters for a
+  call, and these are not the shard's.
+- ``Tensor.requires_grad_``: a view in the place of a parameter cannot be frozen, so the parameter is.
+
+Owns, for each thread, the stack of forwards and checkpoints that run. ``interop/patches.py`` calls ``watch``.
 """
 
 import functools
@@ -19,7 +24,10 @@ from .registry import all_units
 
 
 class _UnderWay(threading.local):
-    """What this thread is in, the innermost last: ("unit", it records gradients), ("checkpoint", it is recomputed)."""
+    """The forwards of units and the checkpoints that run in this thread, the innermost last.
+
+    Items are ("unit", whether it records gradients) and ("checkpoint", whether backward recomputes it).
+    """
 
     def __init__(self) -> None:
         self.stack: list[tuple[str, bool]] = []
@@ -29,21 +37,24 @@ _here = _UnderWay()
 
 
 def enter_forward(records: bool) -> list[tuple[str, bool]]:
-    """Note that a forward of a unit begins; ``records``: whether with gradients. The caller pops the last entry."""
+    """Note that a forward of a unit begins. Return the stack; the caller pops its last item when the forward ends.
+
+    ``records``: whether the forward records gradients.
+    """
     stack = _here.stack
     stack.append(("unit", records))
     return stack
 
 
 def leave_forwards() -> None:
-    """None is under way in this thread, whatever has not ended."""
+    """Forget all forwards and checkpoints of this thread, whose ends were lost."""
     _here.stack.clear()
 
 
 def is_never_recomputed(by_default: bool) -> bool:
-    """Whether this thread is in a checkpoint that a backward will not come to, but could.
+    """Whether this thread runs in a checkpoint that backward will not recompute, although a backward is expected.
 
-    A backward is wanted if the unit around the checkpoint records gradients; if there is no unit, ``by_default``.
+    A backward is expected if the unit around the checkpoint records gradients; without such a unit, ``by_default``.
     """
     found = False
     for kind, answer in reversed(_here.stack):
@@ -57,7 +68,7 @@ def is_never_recomputed(by_default: bool) -> bool:
 
 @functools.cache
 def watch() -> None:
-    """Note from now on which reentrant checkpoints are under way, and what is exchanged."""
+    """Replace the three functions, once per process: before the first model is wrapped or loaded."""
     _watch_exchanges()
     _watch_freezing()
     forward: Any = CheckpointFunction.forward
@@ -75,18 +86,18 @@ def watch() -> None:
     checkpoint.forward = staticmethod(noted)
 
 
-# A module's attribute while some of its tensors are exchanged: by name, the tensor that was there, and the view of a
-# unit's forward that was read in its place, or None
+# An attribute of a module while functional_call has exchanged some of its tensors. It maps each name to (the tensor
+# from before, the view of the unit's forward that stood in its place or None).
 _EXCHANGED = "_exchanged_by_functional_call"
 
 
 def is_exchanged(module: nn.Module, name: str) -> bool:
-    """Whether ``functional_call`` has put something in place of this attribute."""
+    """Whether ``functional_call`` has exchanged the tensor ``name`` of ``module``."""
     return name in vars(module).get(_EXCHANGED, ())
 
 
 def _watch_exchanges() -> None:
-    """Note what is exchanged, and exchange views too, which are read before ``_parameters``."""
+    """Note exchanged tensors. Exchange views too: Python reads a view in ``__dict__`` before ``_parameters``."""
     swap = _named_member_accessor.swap_tensor
 
     @functools.wraps(swap)
@@ -110,10 +121,10 @@ def _watch_exchanges() -> None:
 
 
 def _watch_freezing() -> None:
-    """Let ``requires_grad_()`` of what stands in a parameter's place during a forward be that of the parameter.
+    """Let ``requires_grad_()`` of a view, which stands in a parameter's place during a forward, act on the parameter.
 
-    It has a history, so torch refuses to freeze it, and asks nobody before. An attribute of the tensor that says
-    otherwise would go with it into files and copies.
+    A view has a history, so torch refuses to freeze it. An instance attribute ``requires_grad_`` on the view would be
+    saved and copied with it, so the method of the class is replaced.
     """
     tensor: Any = Tensor
     original = tensor.requires_grad_
@@ -131,6 +142,6 @@ def _frozen_by(view: Any) -> Any:
 
 
 def seen_as(ours: Any, function: Any) -> Any:
-    """``ours``, which Dynamo goes into as into torch's ``function``: it leaves out our files."""
+    """Let Dynamo trace ``ours`` as it traces torch's ``function``: it skips our files. Returns: ``ours``."""
     ours.__code__ = ours.__code__.replace(co_filename=function.__code__.co_filename)
     return ours

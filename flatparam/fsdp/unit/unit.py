@@ -1,6 +1,7 @@
-"""One unit: its parameters flattened into shards, and the C core's step over them.
+"""One unit: its flat parameters, its C object ``core``, and the user's writes to its parameters.
 
-A unit has a flat parameter, with a layout of its own, for each (dtype, requires_grad) that it holds apart.
+A unit has one flat parameter, or with ``segments=True`` one for each (dtype, requires_grad). ``core`` runs the step;
+this file checks and copies values. The wrapper's constructor builds a unit; a copied or loaded one comes alive again.
 """
 
 import copy
@@ -33,13 +34,14 @@ _IN_BACKWARD = (
 )
 
 
-_MADE_AGAIN = ("core", "places")  # by a copy
+_MADE_AGAIN = ("core", "places")  # attributes that a copy or a loaded unit makes anew
 
 
 class Unit:
     """The parameters that one wrapper manages. Source of the layout: torch 2.13 ``FlatParamHandle``.
 
-    Raises: ValueError naming the parameter that cannot be flattened with the others.
+    Building it copies this rank's part of ``originals`` into the shard and frees their memory, one by one.
+    Raises: ValueError naming a parameter that cannot be flattened with the others.
     """
 
     def __init__(self, module: nn.Module, originals: list[ParamInfo], options: Options, name: str):
@@ -49,17 +51,17 @@ class Unit:
         check_tensors(originals, options)
         for original in originals:
             for place in original.names if original.form is not None or original.kept is not None else ():
-                place.module._parameters[place.name] = original.param  # its own memory is free once it was copied
+                place.module._parameters[place.name] = original.param  # so that nothing else keeps its memory
         self.flat_params = [FlatParam(group, options) for group in by_flat_param(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
-        self.summoned: Any = None  # what summon.py keeps while the full parameters are there
-        # FQN -> [rank, other rank] whose initial values differed, until a checkpoint is loaded
+        self.summoned: Any = None  # the Summoned of this unit while it is summoned
+        # FQN -> [rank, other rank] whose initial values differed. A load removes the loaded parameters
         self.mismatched: dict[str, list[int]] = {}
         self.make_core()
 
     def make_core(self) -> None:
-        """Make the step of a unit that has not run yet."""
+        """Make ``core`` from the flat parameters, and register the unit. Only for a unit that has not run yet."""
         name, options = self.name, self.options
         self.core = _C.Unit(
             name,
@@ -75,7 +77,7 @@ class Unit:
         own(self)
 
     def _freed_reason(self) -> str:
-        """What is said when freed parameters are used."""
+        """The error text for a use of freed parameters."""
         names = [f"`{original.fqn}`" for flat_param in self.flat_params for original in flat_param.originals]
         *others, last = listed(names) or ["none"]
         return (FREED + _IN_BACKWARD).format(
@@ -83,7 +85,7 @@ class Unit:
         )
 
     def rename(self, name: str) -> None:
-        """Be called ``name`` in messages."""
+        """Set the name in messages."""
         self.name = self.core.name = name
         self.core.reason = self._freed_reason()
 
@@ -93,7 +95,7 @@ class Unit:
         shared = (
             *(flat_param.layout for flat_param in self.flat_params),
             *self.options.extensions,
-        )  # which never change
+        )  # immutable
         memo.update((id(one), one) for one in shared)
         for key, value in vars(self).items():
             if key not in _MADE_AGAIN:
@@ -103,7 +105,7 @@ class Unit:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but the step. The blocks were chosen, so what chose them need not be picklable."""
+        """Leave out ``core``, and a callable ``atomic``: its blocks are chosen, and it may not be picklable."""
         atomic = None if callable(self.options.atomic) else self.options.atomic
         return {
             **{key: value for key, value in vars(self).items() if key not in _MADE_AGAIN},
@@ -111,14 +113,14 @@ class Unit:
         }
 
     def come_alive(self) -> None:
-        """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
+        """Make ``core`` for a copied or loaded unit, once all its modules exist: they get their pieces or views."""
         for flat_param in self.flat_params:
             flat_param.pin()
             flat_param.clear_padding()  # a pickle of an older release has other values there
         self.make_core()
 
     def go_on(self) -> None:
-        """Go on with shards that were given data of another dtype or device, between passes."""
+        """Go on after the shards got data of another dtype or device."""
         for flat_param in self.flat_params:
             flat_param.pin()
             if not is_at(flat_param.flat._local_shard, flat_param.flat):
@@ -138,7 +140,7 @@ class Unit:
 
     @functools.cached_property
     def places(self) -> set[tuple[nn.Module, str]]:
-        """Where modules have original parameters, and by which names."""
+        """The places, (module, name), of the original parameters."""
         names = (
             name for flat_param in self.flat_params for original in flat_param.originals for name in original.names
         )
@@ -146,11 +148,11 @@ class Unit:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether its model is in a forward."""
+        """Whether a forward of its model runs."""
         return self.core.root is not None and self.core.root.state == "FORWARD"
 
     def trained(self, part: int) -> dict[str, bool]:
-        """Whether each parameter of a flat parameter requires grad, by FQN."""
+        """FQN -> whether it requires grad, for the flat parameter with index ``part``."""
         flat_param = self.flat_params[part]
         return {original.fqn: flat_param.trains(original) for original in flat_param.originals}
 
@@ -168,7 +170,10 @@ class Unit:
                 self.module._parameters.pop(name, None)
 
     def filled(self, but: Iterable[ParamInfo] = ()) -> None:
-        """Note that the shards were written, and have values. ``but``: all but those of these parameters."""
+        """Note that values were written to the shards, except for the parameters ``but``.
+
+        Clears padding, drops the templates of deferred parameters, and marks gathered data as out of date.
+        """
         others = {id(original) for original in but}
         for flat_param in self.flat_params:
             flat_param.clear_padding()
@@ -178,12 +183,12 @@ class Unit:
         self.core.invalidate()
 
     def loaded(self, but: Iterable[ParamInfo] = ()) -> None:
-        """Note that ranks have loaded the same. ``but``: all but these parameters."""
+        """Note that all ranks have loaded equal values: only parameters in ``but`` can still be mismatched."""
         left = {original.fqn for original in but}
         self.mismatched = {fqn: ranks for fqn, ranks in self.mismatched.items() if fqn in left}
 
     def why_mismatched(self) -> str | None:
-        """Words for a parameter that ranks have other values for, if there is one."""
+        """The error text for the first mismatched parameter; None: there is none."""
         for fqn, (rank, other) in self.mismatched.items():
             return (
                 f"parameter `{fqn}` of {self.name} has other values on rank {rank} than on rank {other}: "
@@ -194,7 +199,7 @@ class Unit:
         return None
 
     def check_not_mismatched(self, what: str) -> None:
-        """Raises: ValueError, naming the call ``what``, if ranks have other values than each other, from the start."""
+        """Raises: ValueError, naming the call ``what`` and a mismatched parameter, if there is one."""
         if self.mismatched:
             raise ValueError(f"{what}: {self.why_mismatched()}")
 
@@ -209,12 +214,15 @@ class Unit:
                     )
 
     def without(self, has: Callable[[str], bool]) -> list[ParamInfo]:
-        """Its parameters of which ``has`` says of no name that it is there."""
+        """The parameters for which ``has(fqn)`` is False for every FQN."""
         originals = (original for flat_param in self.flat_params for original in flat_param.originals)
         return [original for original in originals if not any(map(has, original.fqns))]
 
     def check_registered(self) -> None:
-        """Raises: StateError if its module has another tensor in place of a flat parameter."""
+        """Raises: StateError if the module has another tensor in place of a flat parameter.
+
+        The forward calls this, because ``core`` gathers from the flat parameter and would ignore the other tensor.
+        """
         for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
             if self.module._parameters.get(name, flat_param.flat) is not flat_param.flat:
                 _let_swap_back()
@@ -225,7 +233,7 @@ class Unit:
                 )
 
     def explain(self, error: BaseException) -> None:
-        """Raises: RuntimeError from ``error``, which ended a forward, if that comes of a write in place."""
+        """Raises: RuntimeError from ``error``, which ended a forward, if a write to a parameter in place caused it."""
         if self.core.is_written and isinstance(error, RuntimeError) and "modified inplace" in str(error):
             raise RuntimeError(
                 f"{self.name}: a parameter was changed in place in the middle of its forward; the change is "
@@ -233,7 +241,7 @@ class Unit:
             ) from error
 
     def check_shards(self, error: BaseException) -> None:
-        """Raises: ValueError from ``error`` if a flat parameter was given data of another shape: it comes from that."""
+        """Raises: ValueError from ``error``, which ended a forward, if a flat parameter has data of another shape."""
         for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
             if flat_param.flat.shape != (flat_param.layout.shard_numel,):
                 raise ValueError(
@@ -242,14 +250,18 @@ class Unit:
                 ) from error
 
     def sync_user_writes(self) -> None:
-        """Take what users have written to parameters, or put in their place, into the shards: before these are read."""
+        """Take the user's writes to parameters, and replaced parameters, into the shards. Before shards are read.
+
+        Does nothing while the unit is summoned. Raises: as ``write_back``, and ValueError for a shard whose storage was
+        freed.
+        """
         if self.summoned is None:
             for flat_param in self.flat_params:
                 flat_param.refuse_freed(flat_param.flat)
             self.core.sync_user_writes()
 
     def refuse_freed_gradients(self) -> None:
-        """Before gradients are read or written. Raises: ValueError naming one without memory."""
+        """Raises: ValueError naming a gradient whose storage was freed. Before gradients are read or written."""
         for flat_param in self.flat_params:
             if not flat_param.use_orig_params:
                 flat_param.refuse_freed(flat_param.flat.grad)
@@ -258,13 +270,14 @@ class Unit:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the values of parameters that were replaced, or whose data were, into the shard.
+        """Copy the values of replaced parameters, and of parameters with other data, into the shard.
 
-        Another Parameter that stands in an original one's place is that from now on; with ``use_orig_params=False`` its
-        place is the view's again.
+        With ``use_orig_params`` a replacement becomes the original parameter. Otherwise its values are taken, and the
+        module has the view again. ``core`` calls this when it finds another object or address. All values are checked
+        before the first is copied.
 
-        Raises: ValueError naming a parameter whose values do not fit, or in whose place is no Parameter, and StateError
-        in ``functional_call``; the shards are as they were.
+        Raises: ValueError naming a parameter whose values do not fit, or whose place has no Parameter; StateError
+        within ``functional_call``. The shards are as before.
         """
         writes: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
@@ -289,16 +302,16 @@ class Unit:
             self.adopt(k, i, original, now)
         for target, value in writes:
             target.copy_(value)
-            if value.device.type != "cpu":  # it may be of another stream, and goes now
+            if value.device.type != "cpu":  # its memory is freed here, and may belong to another stream
                 value.record_stream(torch.accelerator.current_stream(value.device))
         self.core.alias_params()
         if replaced:
             self.core.put(self.core.shows_views)
 
     def standing_for(self, original: ParamInfo, view: Tensor | None) -> nn.Parameter | None:
-        """What modules have in place of ``original`` or its ``view``, if it is neither; None: one of the two.
+        """The Parameter that the user has put in the place of ``original``; None: modules have it, or its ``view``.
 
-        Raises: ValueError naming the parameter if it cannot stand there.
+        Raises: ValueError naming the parameter if the replacement cannot be taken; StateError in ``functional_call``.
         """
         found: list[Any] = []
         for place in original.names:
@@ -344,9 +357,10 @@ class Unit:
         return now
 
     def _fit(self, here: ShardSlice, start: int, value: Tensor, target: Tensor) -> Tensor:
-        """``value``, of the whole or of the piece here, as what ``target`` is to be.
+        """Convert ``value``, a whole parameter or this rank's piece, to the 1-D elements for ``target``.
 
-        ``start``: of the piece in the whole. Raises: ValueError for another shape, and where the dtype would round.
+        ``start``: the first element of the piece in the whole. Returns a copy if ``value`` lies in the shard.
+        Raises: ValueError for another shape, for freed storage, and if the dtype of the shard would round.
         """
         original = here.original
         if not _C.is_plain_tensor(value):
@@ -370,7 +384,10 @@ class Unit:
         return value.clone() if value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() else value
 
     def adopt(self, k: int, i: int, original: ParamInfo, param: nn.Parameter) -> None:
-        """Let ``param`` be the i-th original parameter of the k-th flat parameter; the one before keeps its values."""
+        """Make ``param`` the i-th original parameter of the k-th flat parameter. The old one keeps a copy of its data.
+
+        With ``use_orig_params=False`` only remove ``param`` from the modules, so that the view can return.
+        """
         if self.options.use_orig_params:
             old = original.param
             old.data = old.detach().clone()
@@ -384,10 +401,10 @@ class Unit:
         else:
             for place in original.names:
                 place.module._parameters.pop(place.name, None)
-                vars(place.module)[place.name] = None  # the view comes there
+                vars(place.module)[place.name] = None  # put() sets the view here
 
     def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
-        """What the optimizer steps: the original parameters, or the flat ones."""
+        """Yield what an optimizer steps: the originals, or with ``use_orig_params=False`` the flat parameters."""
         for flat_param in self.flat_params:
             if self.options.use_orig_params:
                 for original in flat_param.originals:
@@ -397,7 +414,7 @@ class Unit:
 
 
 def _warn_of_hooks(name: str, original: ParamInfo) -> None:
-    """Say that hooks of a parameter that becomes a part of a flat one will not be called."""
+    """Warn that hooks of an original parameter will not run with ``use_orig_params=False``."""
     if original.param._backward_hooks or getattr(original.param, "_post_accumulate_grad_hooks", None):
         warnings.warn(
             f"{name}: hooks of `{original.fqn}` are not called, as it becomes a part of a flat parameter: register "
@@ -407,7 +424,7 @@ def _warn_of_hooks(name: str, original: ParamInfo) -> None:
 
 
 def _attribute(place: Name) -> Any:
-    """What the class of a module makes of a parameter's name, which the module does not have; None if it fails."""
+    """The attribute that a module's class, such as a parametrization, has under a parameter's name; None on failure."""
     try:
         return getattr(place.module, place.name, None)
     except Exception:
@@ -415,7 +432,10 @@ def _attribute(place: Name) -> Any:
 
 
 def _let_swap_back() -> None:
-    """Have ``functional_call`` put the views back where it has put Parameters: it would register them, and cannot."""
+    """Move Parameters that ``functional_call`` has put in place of views into ``__dict__``, before an error is raised.
+
+    Else it would put a view back into ``_parameters``, which fails, and the module would keep the wrong tensor.
+    """
     for unit in all_units():
         for flat_param in unit.flat_params if unit.summoned is None and not unit.options.use_orig_params else ():
             for place in (place for original in flat_param.originals for place in original.names):
@@ -425,14 +445,14 @@ def _let_swap_back() -> None:
 
 
 def _write_back(unit: "weakref.ref[Unit]") -> None:
-    """``write_back`` of a unit that the step must not keep alive."""
+    """Call ``write_back``, unless the unit is gone or summoned. ``core`` holds no strong reference to the unit."""
     alive = unit()
     if alive is not None and alive.summoned is None:
         alive.write_back()
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
-    """The units of wrappers among ``modules``."""
+    """Yield the units of the wrappers among ``modules``."""
     for module in modules:
         unit = vars(module).get("_unit")
         if isinstance(unit, Unit):
