@@ -1,7 +1,8 @@
-"""Parameters that are given to ``backward(inputs=...)`` and ``torch.autograd.grad``.
+"""Support parameters of units in ``backward(inputs=...)``, and refuse them in ``torch.autograd.grad``.
 
-A graph has the views of a unit's unsharded data, and no shard: autograd finds no way from a loss to a parameter, and
-would give nothing, in silence. So a parameter stands for the views that its unit has.
+A graph leads to the views of the flat buffer, not to the parameters. So autograd would find no path from the loss to a
+parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views.
+``interop/patches.py`` calls ``watch``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from ..unit.registry import flat_param_of, owner_of_param
 
 @functools.cache
 def watch() -> None:
-    """From the first model that is wrapped on."""
+    """Replace autograd's engine call, once per process: before the first model is wrapped or loaded.
+
+    ``backward(inputs=[...])`` then trains these parameters alone. ``torch.autograd.grad`` raises RuntimeError for a
+    parameter of a unit that the loss depends on: its gradient is reduced into ``.grad`` and cannot be returned.
+    """
     run: Any = graph._engine_run_backward
 
     @functools.wraps(run)
@@ -48,17 +53,17 @@ def watch() -> None:
             )
         return asked
 
-    for module in (torch.autograd, graph):  # torch.compiler exchanges both, and puts the one of the latter back
+    for module in (torch.autograd, graph):  # torch.compiler replaces both, and restores both from graph
         vars(module)["_engine_run_backward"] = running
 
 
 def _leaf_of(each: Any) -> Tensor | None:
-    """The tensor that is asked for, by itself or by the edge of its gradient, if that may be a parameter."""
+    """The leaf tensor of an item of ``inputs``, a tensor or a GradientEdge; None: the edge of no leaf."""
     return each if isinstance(each, Tensor) else getattr(getattr(each, "node", None), "variable", None)
 
 
 def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
-    """Where the gradients of ``params`` come to: the views of their units that have a history."""
+    """The gradient edges of the views of ``params``, each with its parameter. A view without a history has none."""
     given = {id(param) for param in params}
     found: list[tuple[Tensor, GradientEdge]] = []
     for unit in dict.fromkeys(owner[0] for owner in map(owner_of_param, params) if owner is not None):
@@ -71,7 +76,10 @@ def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
 
 
 def _no_others(params: Sequence[Tensor]) -> _C.Block:
-    """The others of a unit, whose gradients come with theirs, are frozen until the backward has ended."""
+    """A block in which all other parameters of the same flat parameters are frozen.
+
+    A unit reduces the gradients of a flat parameter together, so the others would get gradients too.
+    """
     given = {id(param) for param in params}
     others = [
         original.param

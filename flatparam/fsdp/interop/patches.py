@@ -1,7 +1,22 @@
-"""Tools that do not know our class, and would take shards for whole parameters without a word: refused by name.
+"""Refuse or correct tools that do not know our class and would take shards for whole parameters, in silence.
 
-Most look for a mark of their own on every module they come to, so the class has properties there that raise; the others
-are met where they register a module, or in a function of theirs that is replaced when the first model is wrapped.
+Tools that look for a marker on each module meet the properties in ``unit/markers.py``. This file covers the others: it
+checks when they register a module, or replaces one of their functions. ``watch`` does this once per process, before
+the first model is wrapped or loaded.
+
+=============================================  ==============================
+tool                                           behaviour for sharded parameters
+=============================================  ==============================
+DistributedDataParallel, DataParallel          refused
+torch's ``fsdp_modules`` and its callers       refused
+plans of ``torch.distributed.checkpoint``      refused if a state has shards
+``clip_grad_norm_``                            counts the shards of all ranks
+``get_total_norm``                             refused
+LBFGS, ZeroRedundancyOptimizer                 refused when they step
+``average_parameters``                         refused
+``GradScaler``, ``ShardedGradScaler``          all ranks skip a step together
+``backward(inputs=)``, ``autograd.grad``       see ``backward_inputs.py``
+=============================================  ==============================
 """
 
 import functools
@@ -39,7 +54,10 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Raises: ValueError naming what another data-parallel class has in ``module``, which is to be a unit."""
+    """Raises: ValueError naming a module in ``module`` that another data-parallel class manages.
+
+    The wrapper's constructor calls this before it changes ``module``. ``ignored``: modules that are not looked at.
+    """
     for path, inner in module.named_modules():
         if inner in ignored:
             continue
@@ -58,11 +76,11 @@ def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
 
 @functools.cache
 def watch() -> None:
-    """Meet the tools that look for nothing. From the first model that is wrapped on."""
+    """Register the hooks and replace the functions, once per process. A module not yet imported is changed later."""
     register_module_module_registration_hook(_refuse_data_parallel)
     checkpoint = "torch.distributed.checkpoint"  # whose import takes half a second
     after_import(f"{checkpoint}.default_planner", _check_plans)
-    # asynchronous saving makes its plans with copies
+    # asynchronous saving plans with copies, in which shards are not found: so the state is checked before
     after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
     _clip_over_ranks()
     _refuse_norms_of_shards()
@@ -77,7 +95,7 @@ def watch() -> None:
 
 
 def _refuse_roots() -> None:
-    """Have torch's ``fsdp_modules`` look for the marks with ``root_only`` too, where it looks for nothing."""
+    """Let torch's ``fsdp_modules`` read our markers, also with ``root_only``, where it reads none."""
     original = TorchsFSDP.fsdp_modules
 
     @functools.wraps(original)
@@ -91,7 +109,10 @@ def _refuse_roots() -> None:
 
 
 def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """As DistributedDataParallel registers what it wraps, before it sends anything."""
+    """The hook of torch for each registered module. DistributedDataParallel registers before it communicates.
+
+    Raises: StateError if ``inner`` has a parameter of a unit that DistributedDataParallel would manage.
+    """
     if not isinstance(module, _WRAPPERS) or inner is None:
         return
     ignored = getattr(module, "parameters_to_ignore", ())
@@ -111,9 +132,12 @@ def _check_plans(default_planner: Any) -> None:
 
 
 def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
-    """Have a function of torch look over a state: ``given`` takes it from the arguments; None: what is returned."""
+    """Replace the function ``name`` of ``module`` by one that calls ``refuse_shards`` on a state.
+
+    ``given``: returns the state from the arguments; None: check the result of the function instead.
+    """
     function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:  # of another release
+    if function is None:  # another release of torch
         return
 
     @functools.wraps(function)
@@ -129,7 +153,10 @@ def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
 
 
 def refuse_shards(state: Any) -> None:
-    """Raises: StateError, if ``state`` has shards of parameters, or optimizer state of such, as if they were whole."""
+    """Raises: StateError if ``state`` has plain tensors that are shards of parameters or of optimizer state.
+
+    torch would keep the shard of one rank for all ranks. Shards are found by their storages, in nested containers.
+    """
     shards = {
         flat_param.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
         for unit in all_units()
@@ -138,12 +165,12 @@ def refuse_shards(state: Any) -> None:
     }
     plain = [(name, tensor) for name, tensor in _tensors("", state) if _C.is_plain_tensor(tensor)] if shards else []
     _refuse_those_in(shards, plain)
-    if any(tensor.dim() > 0 for _, tensor in plain):  # all objects are looked at for it
+    if any(tensor.dim() > 0 for _, tensor in plain):  # the search over all objects is slow
         _refuse_those_in(_states_of_shards(), plain)
 
 
 def _states_of_shards() -> dict[int, str]:
-    """The tensors that any optimizer keeps for shards: whose they are, by their address."""
+    """Address of a storage -> description, for optimizer state of sharded parameters in all optimizers alive."""
     found: dict[int, str] = {}
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
         for param, values in optimizer.state.items():
@@ -174,7 +201,7 @@ def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
-    """The units and flat parameters that ``params`` are of, where they are shards and not summoned."""
+    """(unit, flat parameter) for each of ``params`` that is sharded and not summoned now."""
     found = []
     for param in params:
         owner, flat_param = owner_of_param(param), flat_param_of(param)
@@ -184,7 +211,10 @@ def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
 
 
 def _clip_over_ranks() -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_``, under any name that it was imported by, count all ranks' shards."""
+    """Let ``torch.nn.utils.clip_grad_norm_`` count the shards of all ranks: a collective call then.
+
+    It works under each name that the function was imported by. Models without sharded parameters use torch's function.
+    """
     function: Any = nn.utils.clip_grad_norm_
     original = getattr(function, "__wrapped__", function)
 
@@ -210,7 +240,10 @@ def _clip_over_ranks() -> None:
 
 
 def _exchange(function: Any, original: Any, ours: Any) -> bool:
-    """Have ``function``, which wraps ``original``, call ``ours`` instead, under any name that it was imported by."""
+    """Let ``function``, which wraps ``original``, call ``ours`` instead. Return False if that is impossible.
+
+    It changes the closure of ``function``, because other modules may have imported ``function`` already.
+    """
     for cell in getattr(function, "__closure__", None) or ():
         if cell.cell_contents is original:
             cell.cell_contents = torch_calls.seen_as(ours, original)
@@ -219,7 +252,10 @@ def _exchange(function: Any, original: Any, ours: Any) -> bool:
 
 
 def _refuse_norms_of_shards() -> None:
-    """Have ``torch.nn.utils.get_total_norm``, which takes gradients and is not collective, refuse those of shards."""
+    """Let ``torch.nn.utils.get_total_norm`` refuse gradients of shards.
+
+    It gets gradients without their parameters, and its callers expect no collective.
+    """
     function: Any = nn.utils.get_total_norm
     original = getattr(function, "__wrapped__", function)
 
@@ -246,7 +282,7 @@ def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
         )
 
 
-_WHOLE_ONLY = {  # optimizers of torch: why they cannot step shards
+_WHOLE_ONLY = {  # class of an optimizer of torch -> why it cannot step shards
     "LBFGS": "multiplies gradients of all parameters with each other, so each rank would step another way: use "
     "ShardingStrategy.NO_SHARD, or another optimizer",
     "ZeroRedundancyOptimizer": "copies what one rank has stepped to the others: use the optimizer that it was given, "
@@ -263,7 +299,7 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
 
 
 def _refuse_averages(utils: Any) -> None:
-    """Have torch's model averaging, which all-reduces parameters, refuse shards."""
+    """Let torch's model averaging refuse shards: it would average shards of different parameters."""
     average: Callable[..., None] = utils.average_parameters
 
     @functools.wraps(average)
@@ -282,9 +318,9 @@ def _refuse_averages(utils: Any) -> None:
 
 
 def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:
-    """``ShardedGradScaler.unscale_``, which adds up over ranks whether there is any infinite gradient.
+    """Wrap ``ShardedGradScaler.unscale_``: limit its flag of infinite gradients to 1.
 
-    Optimizers that are fused skip a step where that is 1, and take any other number for none.
+    torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
 
     @functools.wraps(unscale)
@@ -298,7 +334,11 @@ def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer],
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
-    """``GradScaler._unscale_grads_``, whose ranks skip a step together: each sees its own shards only."""
+    """Wrap ``GradScaler._unscale_grads_`` so that all ranks skip a step together.
+
+    Each rank sees infinite gradients in its own shards only, so the flags are all-reduced: a collective call if the
+    optimizer steps sharded parameters.
+    """
 
     @functools.wraps(unscale)
     def agreeing(
@@ -307,13 +347,13 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         shards = _sharded_now(param for group in optimizer.param_groups for param in group["params"])
         if shards:
-            found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
+            found = found or {found_inf.device: found_inf}  # a rank without gradients takes part too
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
             for flat_param in {
                 id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)
             }.values():
                 checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, flat_param, _C.EVENT_SCALES)
-            first, *others = found.values()  # optimizers that are fused take the sum, and skip where it is 1
+            first, *others = found.values()  # fused optimizers add the flags of devices, and skip if the sum is 1
             first.copy_(any_inf)
             for value in others:
                 value.zero_()
