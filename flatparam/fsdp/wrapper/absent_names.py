@@ -1,6 +1,7 @@
-"""Names of torch's wrapper and handle that the runtime has not: each read or write is an error that names the way out.
+"""Names of torch's wrapper and handle that the runtime lacks. A read or write raises, and says what to use instead.
 
-A write that nobody reads would be lost in silence. ``hasattr`` says False, as of any other missing name.
+Else a write would be lost in silence, because no code reads it. The error is an AttributeError, so ``hasattr`` is
+False as for any missing name. ``torch_names.py`` calls this file.
 Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py``, ``_flat_param.py``, ``_init_utils.py``.
 """
 
@@ -17,7 +18,7 @@ _WHOLE = "use summon_full_params() to have whole parameters, and call the wrappe
 _GRADS = "use summon_full_params(with_grads=True) to have whole gradients"
 _ORDER = "units are gathered and reduced in their order of forward, which is compared over the ranks by itself"
 
-# What programs that reach for it want, and how they get it
+# Name on torch's wrapper -> how a program gets the same
 _OF_WRAPPERS = {
     **dict.fromkeys(("_gradient_predivide_factor", "_gradient_postdivide_factor"), _FACTORS),
     **dict.fromkeys(
@@ -42,7 +43,7 @@ _OF_WRAPPERS = {
     "_unshard_params_ctx": _WHOLE,
     "_deregister_orig_params_ctx": _WHOLE,
 }
-# Attributes of torch's objects, which are not in its classes: of wrappers, and of handles
+# Names without such advice that torch sets on objects only, so that its classes do not show them
 _IN_WRAPPERS = (
     *("_buffer_names", "_debug_level", "_fsdp_extension", "_ignored_buffer_names", "_needs_buffer_dtype_restore_check"),
     *("_post_backward_callback_queued", "_zero_scalar"),
@@ -72,7 +73,7 @@ _OF_HANDLES = {
 
 
 def why_absent(name: str, of_handle: bool = False) -> str | None:
-    """What is said of a name that torch's wrapper, or handle, has, and the runtime has not; None of any other name."""
+    """The error text for a name that torch's wrapper (or handle) has and ours lacks; None for any other name."""
     ways, others = (_OF_HANDLES, _IN_HANDLES) if of_handle else (_OF_WRAPPERS, _IN_WRAPPERS)
     cls: Any = torch_flat_param.FlatParamHandle if of_handle else TorchsFSDP
     if name.startswith("__") or not (name in ways or name in others or hasattr(cls, name)):
@@ -82,7 +83,7 @@ def why_absent(name: str, of_handle: bool = False) -> str | None:
 
 
 class Absent:
-    """A name of torch's wrapper that ours has not, in the class: to set it is an error too."""
+    """The descriptor of an absent name in our class. A descriptor can refuse writes, ``__getattr__`` cannot."""
 
     def __init__(self, name: str):
         self.name = name
@@ -95,5 +96,5 @@ class Absent:
 
 
 def absent_names() -> tuple[str, ...]:
-    """Of wrappers: those that a program may set."""
+    """The absent names of wrappers that get a descriptor."""
     return (*_OF_WRAPPERS, *_IN_WRAPPERS)

@@ -1,4 +1,7 @@
-"""What the wrapper's constructor finds out of its arguments, and refuses."""
+"""Check and resolve the arguments of the wrapper's constructor, and warn of costly ones.
+
+The constructor calls these functions before it changes the module (``warn_of_padding`` after it).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from .materialize import own_modules, parameters_of
 
 
 def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:
-    """Over which the other ranks will compare what they build, before it is known what this one builds."""
+    """The groups over which other ranks will compare their unit, as long as this rank has no placement yet.
+
+    An error in the arguments is told to these ranks. Empty if an argument names groups.
+    """
     if not dist.is_initialized() or not (process_group is None and device_mesh is None and placement is None):
         return []
     world: Any = dist.group.WORLD
@@ -34,7 +40,7 @@ def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list
 def placement_of(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any, sharding_strategy: Any, placement: Any
 ) -> Placement:
-    """The placement that the arguments say. Raises: ValueError for both ways at once."""
+    """The placement from ``placement``, or from strategy and groups. Raises: ValueError if both are given."""
     check_types(device_mesh=device_mesh)
     if placement is None:
         placed = place(strategy, groups_of(strategy, process_group, device_mesh))
@@ -47,7 +53,7 @@ def placement_of(
 
 
 def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> ShardingStrategy:
-    """NO_SHARD, with torch's warning, in place of a strategy of torch's that has one rank to shard over."""
+    """Return NO_SHARD, with torch's warning, for FULL_SHARD or SHARD_GRAD_OP over one rank; else ``strategy``."""
     shards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if not shards or placement.given is None or placement.given.size() > 1:
         return strategy
@@ -56,7 +62,10 @@ def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> Sh
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The modules, descendants included, and parameters that are not managed."""
+    """The ignored modules, descendants included, and the ignored parameters.
+
+    Raises: ValueError if both arguments are given or one names a unit; torch's errors for other types.
+    """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
@@ -79,7 +88,7 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
 
 
 def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
-    """Refuse a parameter, and a module with parameters, that another unit has. Raises: ValueError naming both."""
+    """Raises: ValueError naming a module or parameter in ``own`` that belongs to another unit, and the unit."""
     for inner in own:
         unit = owner_of(inner)
         if unit is not None:
@@ -99,7 +108,7 @@ def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
 
 
 def first_name(unit: Unit) -> str:
-    """For messages: one of its parameters."""
+    """The first parameter of ``unit``, for messages."""
     names = [original.fqn for flat_param in unit.flat_params for original in flat_param.originals]
     return f"parameter `{names[0]}`" if names else "no parameters"
 
@@ -107,7 +116,10 @@ def first_name(unit: Unit) -> str:
 def warn_of_frozen(
     root: nn.Module, targets: set[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> None:
-    """Say once, on rank 0, that units will hold frozen parameters in the flat parameter of those that train (LoRA)."""
+    """Warn once, on rank 0, of units that will hold frozen and trained parameters in one flat parameter (LoRA).
+
+    Then frozen parameters have gradient memory and are reduced too.
+    """
     if not is_first_rank():
         return
     of_module = dict.fromkeys([root, *targets])
@@ -130,7 +142,7 @@ def warn_of_frozen(
 
 
 def warn_of_padding(unit: Unit) -> None:
-    """Say when blocks that may not be cut make more than half of the wire, and a mebibyte, padding."""
+    """Warn if ``atomic`` makes more than half of the gathered bytes, and more than 1 MiB, padding."""
     layouts = [flat_param.layout for flat_param in unit.flat_params]
     padded = sum(layout.shard_bytes * layout.world_size for layout in layouts)
     held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
@@ -158,7 +170,7 @@ _CLASSES: dict[str, type] = {
 
 
 def check_types(**arguments: object) -> None:
-    """Raises: TypeError naming the first argument of another type than it is documented to have, and what came."""
+    """Raises: TypeError naming the first argument with a wrong type, the expected type and the value."""
     for name, value in arguments.items():
         cls, may_be_none = _CLASSES.get(name, object), name not in ("module", *_FLAGS)
         if not isinstance(value, cls) and not (value is None and may_be_none):
@@ -173,6 +185,6 @@ def check_types(**arguments: object) -> None:
 
 
 def check_dtype(name: str, dtype: object) -> None:
-    """Raises: TypeError naming the argument, unless it is None or a dtype of floating point."""
+    """Raises: TypeError naming the argument, unless it is None or a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"expected {name} to be a floating-point torch.dtype or None, got {dtype!r}")

@@ -1,4 +1,7 @@
-"""The wrapper copied, pickled, and moved to another device or dtype."""
+"""Copy, pickle and move the wrapper, and start what watches torch.
+
+``watch_torch`` runs before any wrapper exists, made or loaded.
+"""
 
 import copy
 import copyreg
@@ -26,13 +29,13 @@ from ..unit.unit import Unit, units_of
 from . import dcp_helpers
 from .arguments import first_name
 
-_CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
+_CLOSED = "_closed"  # key in a pickle: the sealed modules
 
 
 def watch_torch() -> None:
-    """Know what torch and other tools do with a wrapper, which is about to be made or loaded, and with its parameters.
+    """Install all hooks and replaced functions that wrappers need. Call it before a wrapper is made or loaded.
 
-    Raises: OrderError without the store of the process group.
+    Raises: OrderError if the store of the process group cannot be reached.
     """
     optimizers.ask_before(refuse_step)
     optimizers.ask_before(check_before_step)
@@ -46,7 +49,11 @@ def watch_torch() -> None:
 
 
 def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
-    """``state`` of a wrapper; as long as it is referred to, the tensors of ``units`` have their pickled forms."""
+    """The pickled form of ``state``, the attributes of a wrapper.
+
+    As long as the result lives, picklers use other forms for the tensors of ``units``: a flat parameter is its shard,
+    and with ``use_orig_params`` a view is the parameter in whose place it stands.
+    """
     units = list(units)
     settle(flat_param for unit in units for flat_param in unit.flat_params)
     forms: list[tuple[Tensor, Any]] = []
@@ -69,15 +76,15 @@ def _itself(param: nn.Parameter) -> nn.Parameter:
 
 
 def _as_itself(param: nn.Parameter) -> Reduced:
-    """The form of a view that stands in a parameter's place: the parameter."""
+    """The pickled form of a view in the place of ``param``: the parameter."""
     return _itself, (param,)
 
 
 class Copies(Wrapper):
-    """The part of the wrapper that makes others of it, or changes where it is."""
+    """The part of the wrapper that copies, pickles and moves it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with shards of its own, over the same groups; it has not run yet."""
+        """A copy with separate shards over the same groups. Its units belong to no root yet."""
         self._check_idle("deepcopy")
         wrappers = self.fsdp_modules(self)
         settle(flat_param for wrapper in wrappers for flat_param in wrapper._unit.flat_params)
@@ -86,7 +93,7 @@ class Copies(Wrapper):
             wrapper._unit.sync_user_writes()
             wrapper._unit.core.put(False)
             for views in wrapper._unit.core.views():
-                memo.update((id(view), torch.empty(0)) for view in views or ())  # the copy makes its own
+                memo.update((id(view), torch.empty(0)) for view in views or ())  # not copied: the copy makes new ones
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         try:
@@ -103,13 +110,13 @@ class Copies(Wrapper):
         return copied
 
     def __copy__(self) -> Self:
-        """It shares everything, as a shallow copy of a module does."""
+        """A shallow copy: it shares the unit and all attributes, as with any module."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """This rank's shards and the modules, between two steps, without gradients; loaded by the same rank."""
+        """Pickle this rank's shards and the modules, without gradients. Only between passes, for the same rank."""
         self._check_idle("pickling")
         for unit in units_of(self.modules()):
             unit.sync_user_writes()

@@ -1,6 +1,7 @@
-"""``torch.distributed.checkpoint.state_dict`` with our units: what it asks torch's class, ours answers for them.
+"""Let ``torch.distributed.checkpoint.state_dict`` work on our units.
 
-Its functions know torch's FSDP by name. There that name stands for either class, whichever the model is made of.
+Its functions use the name ``FSDP``, torch's class. ``watch`` changes that name, in that module alone, to a class that
+answers for both. ``copying.py`` calls ``watch``.
 """
 
 import functools
@@ -25,12 +26,12 @@ _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 
 @functools.cache
 def watch() -> None:
-    """From the first model that is wrapped on."""
+    """Change the module when it is imported, or now if it is. Once per process."""
     after_import(_MODULE, _teach)
 
 
 def _teach(helpers: Any) -> None:
-    """Let them ask either class; if this release of them asks in another way they are refused as before."""
+    """Replace the three names in ``helpers``. A torch release without them stays refused (``unit/markers.py``)."""
     known = getattr(helpers, "FSDP", None)
     if not (isinstance(known, type) and hasattr(helpers, _STATE_OF) and hasattr(helpers, "_get_fqns")):
         return
@@ -46,7 +47,7 @@ class _Class(type):
 
 
 class _Either(OptimizerStates, Kinds, metaclass=_Class):
-    """The functions that the helpers call, which ask torch's class about its models."""
+    """The name ``FSDP`` for the helpers: each static method calls our class or torch's, as the model needs."""
 
 
 def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_get_fqns``, which for a flat parameter gives the names of all that are in it."""
+    """Wrap ``_get_fqns``: for a flat parameter it returns the FQNs of all its original parameters."""
 
     @functools.wraps(original)
     def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

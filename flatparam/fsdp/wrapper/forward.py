@@ -1,4 +1,9 @@
-"""The wrapper's step: forward, what it prepares in a tree of units, and what is done with gradients between steps."""
+"""The wrapper's step: the forward, the first forward's setup of a tree of units, and calls between passes.
+
+``_C.Unit`` gathers, reshards and reduces. This file prepares inputs, dtypes and buffers around it, joins the units of a
+tree to one ``_C.Root``, and has ``no_sync``, ``reset_state``, ``refresh``, ``clip_grad_norm_`` and communication hooks.
+It knows no state dicts. Forwards run in the thread of the program; autograd calls the C core in its own threads.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,11 @@ class Stepping(Wrapper):
     """The part of the wrapper that runs the module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its full parameters."""
+        """Run the wrapped module with its unsharded parameters. The first forward joins the units of the tree.
+
+        If an exception ends the outermost forward, all units are idle and sharded afterwards, and waiting ranks are
+        told.
+        """
         unit = self._unit
         if unit.summoned is not None:
             return self._forward_summoned(unit.summoned, args, kwargs)
@@ -94,14 +103,17 @@ class Stepping(Wrapper):
             under_way.pop()
 
     def _tell_trouble(self, error: BaseException) -> None:
-        """``error`` has ended a forward: tell the others, if it was the outermost one, or recomputed by backward."""
+        """Tell waiting ranks that ``error`` has ended the root's forward, or a forward that backward recomputes.
+
+        An inner forward tells nothing: the user's module may catch the exception.
+        """
         root: Any = self._unit.core.root
         if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
             units = units_of(self._outermost().modules())
             tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
 
     def _refuse_untrained(self) -> None:
-        """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
+        """Raises: StateError in a reentrant checkpoint that backward will not recompute, if this unit is trained."""
         if is_never_recomputed(self.training) and any(
             flat_param.is_trained for unit in units_of(self.modules()) for flat_param in unit.flat_params
         ):
@@ -112,9 +124,9 @@ class Stepping(Wrapper):
             )
 
     def _forward_summoned(self, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the wrapped module inside summon_full_params(): with the parameters that are there, in full precision.
+        """Run the wrapped module inside summon_full_params(), with the summoned parameters, in full precision.
 
-        Raises: StateError on a rank that has shards only. A backward through it raises one too.
+        Raises: StateError on a rank without full parameters. A backward through the output raises StateError too.
         """
         unit = self._unit
         if not summoned.shown:
@@ -139,7 +151,7 @@ class Stepping(Wrapper):
             and unit.core.root.state == "FORWARD"
         ):
             dtype = self.mixed_precision.param_dtype
-            output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
+            output = output if dtype is None else cast_floats(dtype, output)  # the outer unit computes in it
         units = [unit, *(wrapper._unit for wrapper in below)]
         if torch.is_grad_enabled() and any(flat_param.is_trained for unit in units for flat_param in unit.flat_params):
             for tensor in find_tensors(output):
@@ -148,7 +160,7 @@ class Stepping(Wrapper):
         return output
 
     def _units_below_in_full(self) -> _C.Block:
-        """Have the units below that are not summoned compute in full precision too; gives those that would not."""
+        """A block in which units below that are not summoned compute in full precision too. It gives these units."""
         below = [
             wrapper
             for wrapper in self.fsdp_modules(self)
@@ -174,7 +186,12 @@ class Stepping(Wrapper):
         return _C.Block(begin, end)
 
     def _lazy_init(self) -> None:
-        """Join all units of the tree to one `_C.Root`; the first forward does it."""
+        """Join all units of the tree to one ``_C.Root``, name them, and cast their buffers. Once per tree.
+
+        The first forward calls it, or a call before that needs the root. It runs on all ranks alike.
+        Raises: ValueError if the wrappers of the tree disagree, or a parameter is mismatched or has no values. The root
+        joins last, so the next forward then tries again.
+        """
         root = self._outermost()
         through: Any = torch_collectives if root._hooked is None else root._hooked
         shared = _C.Root(
@@ -200,7 +217,7 @@ class Stepping(Wrapper):
                 )
         shared.always_python = int(root._hooked is not None or any(root._fakes))
         paths = {id(inner): path for path, inner in root.named_modules()}
-        for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
+        for wrapper in reversed(wrappers):  # the root last, so that its next forward tries again if this fails
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             where = f" at `{path}`" if path else ""
             wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
@@ -219,34 +236,35 @@ class Stepping(Wrapper):
 
     @torch.inference_mode(False)
     def _cast_buffers(self, wrappers: list[Stepping]) -> None:
-        """Buffers go to the dtype that the innermost unit around them asks for, once."""
+        """Cast each buffer once, to the ``buffer_dtype`` of the innermost unit around it. Note its dtype before."""
         done: set[int] = set()
         for wrapper in reversed(wrappers):
             dtype = wrapper.mixed_precision.buffer_dtype
-            own: dict[int, torch.dtype] = {}  # of those that it has cast
+            own: dict[int, torch.dtype] = {}  # id of a buffer that this unit has cast -> its dtype before
             for key, module, name, buffer in _named_buffers(wrapper.module):
                 as_it_was = buffer.dtype
                 if dtype not in (None, as_it_was) and buffer.is_floating_point() and id(buffer) not in done:
                     buffer = put_buffer(module, name, buffer.to(dtype))
                     own[id(buffer)] = as_it_was
                 done.add(id(buffer))
-                if id(buffer) in own:  # under each of its names
+                if id(buffer) in own:  # note it under each name
                     wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
 
     def _casts(self) -> torch.dtype | None:
-        """What floating inputs are cast to."""
+        """The dtype that floating inputs are cast to; None: they are not cast."""
         precision = self.mixed_precision
         casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
         return precision.param_dtype if casts else None
 
     def _choose_precision(self) -> None:
-        """In full for evaluation, with FSDP_USE_FULL_PREC_IN_EVAL=1: parameters, reductions, buffers and inputs."""
+        """With FSDP_USE_FULL_PREC_IN_EVAL=1: use full precision in evaluation, and mixed precision in training."""
         module: Any = self._modules[FSDP_WRAPPED_MODULE]
         in_full = not module.training
         if in_full != self._in_full:
             self._compute_in_full(in_full)
 
     def _compute_in_full(self, in_full: bool) -> None:
+        """Set the precision of parameters, reductions, inputs and buffers. Between passes."""
         self._unit.core.compute_in_full(in_full)
         self._in_full = in_full
         self._casts_to = None if in_full else self._casts()
@@ -254,14 +272,17 @@ class Stepping(Wrapper):
 
     @torch.inference_mode(False)
     def _put_buffers(self, in_full: bool) -> None:
-        """Have the buffers that are cast in their own dtype, or in the one that they are cast to."""
+        """Cast the noted buffers to their dtype from before if ``in_full``, else to ``buffer_dtype``."""
         for key, inner, name, buffer in _named_buffers(self.module) if self._buffer_dtypes else ():
             if key in self._buffer_dtypes:
                 dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
                 put_buffer(inner, name, buffer.to(dtype))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
+        """Within the block gradients are accumulated unsharded, without reduction. For the root, between passes.
+
+        The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root.
+        """
         opened: list[tuple[_C.Root, list[object]]] = []
 
         def begin() -> None:
@@ -280,13 +301,17 @@ class Stepping(Wrapper):
         return _C.Block(begin, end)
 
     def reset_state(self) -> None:
-        """Leave what is under way, if its end is lost: ``no_sync``, ``summon_full_params``, a load, a pass.
+        """End all blocks and passes whose own end was lost: ``no_sync``, ``summon_full_params``, a load, a pass.
 
-        For the root, and for the case that signals, or a debugger, have kept the end of a block from running, so that
-        calls say that a unit is not idle, or gradients are not reduced. Nothing of a ``summon_full_params`` is written
-        back, a state dict that is half loaded leaves the shards as they are, gradients that ``no_sync`` has kept stay,
-        those of a backward that was broken off go. No communication: each rank may call it alone.
-        Raises: StateError where this is not the root.
+        Use it if a signal or a debugger has kept the end of a block from running, so that calls say that a unit is not
+        idle, or that gradients are not reduced. For the root. No communication: each rank may call it alone.
+
+        - ``summon_full_params``: no write is copied into the shards.
+        - A state dict that is half loaded: the shards stay as they are.
+        - ``no_sync``: the accumulated gradients stay.
+        - A backward that did not end: its gradients are dropped.
+
+        Raises: StateError for a unit that is no root.
         """
         if self._outermost() is not self:
             raise StateError(f"`reset_state()` is for the root: this is {self._unit.name}")
@@ -304,16 +329,16 @@ class Stepping(Wrapper):
             leave_forwards()
 
     def _compute_as_set(self: Any) -> None:
-        """In full precision in an evaluation alone, where that was asked for."""
+        """Set the precision from the environment again, which an interrupted summoned forward may have changed."""
         self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
         if self._in_full and not (self._full_in_eval and not self.module.training):
             self._compute_in_full(False)
 
     def sync_params(self) -> None:
-        """Gather the parameters anew wherever they have changed, into what forward and backward gather from.
+        """Gather stale secondary shards from the shards now, instead of in the next forward.
 
-        For LAYER_ZERO and ZERO_1, whose first forward after a change does it otherwise; nothing for other strategies.
-        A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
+        For LAYER_ZERO and ZERO_1; nothing to do for other strategies. A collective call, for the root, between passes.
+        Raises: StateError naming the state and the allowed states.
         """
         self._check_root("sync_params")
         if self._unit.core.root is None:
@@ -322,12 +347,12 @@ class Stepping(Wrapper):
         root.refresh()
 
     def refresh(self) -> None:
-        """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
+        """Treat all gathered data as out of date, and gather secondary shards anew.
 
-        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``, and between
-        micro-batches in ``no_sync`` for units that are not resharded after forward; others gather in every forward. A
-        collective call, for the root, between passes.
-        Raises: StateError naming the state and those allowed.
+        Call it after writes that torch does not count, such as ``param.data.copy_(average)``: for LAYER_ZERO and
+        ZERO_1, and between micro-batches in ``no_sync`` for units that are not resharded after forward. Other units
+        gather in every forward. A collective call, for the root, between passes.
+        Raises: StateError naming the state and the allowed states.
         """
         self._check_root("refresh")
         for unit in units_of(self.modules()):
@@ -335,7 +360,10 @@ class Stepping(Wrapper):
         self.sync_params()
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
+        """As of any module. If an evaluation begins or ends, the next pass compares gathered data with the shards.
+
+        Programs exchange weights by ``.data`` there (averaged weights), which torch does not count.
+        """
         if "_unit" in vars(self) and not (mode and self.training):
             self._unit.core.suspect = 1
         super().train(mode)
@@ -344,8 +372,10 @@ class Stepping(Wrapper):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
 
-        ``hook(state, gradient, output)``: the padded unsharded gradient of a unit, and the shard to fill; without
-        sharding ``hook(state, gradient)``, in place.
+        ``hook(state, gradient, output)`` gets the padded unsharded gradient of a unit, and fills ``output``, the
+        gradient of the shard. Without sharding ``hook(state, gradient)`` works in place.
+        Raises: ValueError for a hook that cannot be called; StateError for a unit that is no root, after the first
+        forward, for a second hook, and for strategies over a grid of ranks.
         """
         if not callable(hook):
             raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
@@ -371,10 +401,10 @@ class Stepping(Wrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``. Return the norm before.
 
         A collective call, for the root, between backward and the optimizer's step.
-        Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
+        Raises: ValueError for accumulated gradients that are not reduced yet, and for the arguments as ``clip`` does.
         """
         modules = list(self.modules())
         self._check_root("clip_grad_norm_", modules)
@@ -390,7 +420,7 @@ class Stepping(Wrapper):
 
 
 def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Each buffer below ``module``: each of its names there, the module that has it, its name in that, and itself."""
+    """Yield (FQN, module that registers it, name there, buffer) for each name of each buffer below ``module``."""
     for path, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in inner._buffers.items():
             if buffer is not None:
@@ -405,13 +435,13 @@ def _refuse_backward(name: str, grad: Tensor) -> None:
     )
 
 
-_OPTIMIZERS = "_in_backward_optimizers"  # torch's: a list of them, each for this parameter alone
+_OPTIMIZERS = "_in_backward_optimizers"  # torch's attribute of a parameter: its optimizers, for it alone
 
 
 def step_in_backward(unit: Unit) -> None:
-    """Have such optimizers of ``unit`` step when its gradient was reduced, after which the gradient is gone.
+    """Let the optimizers in backward step as soon as a gradient of ``unit`` is reduced, and clear the gradient then.
 
-    Raises: StateError, with ``use_orig_params=False``: a flat parameter is of no use to them.
+    Raises: StateError with ``use_orig_params=False``: such optimizers hold original parameters.
     """
     if not any(hasattr(param, _OPTIMIZERS) for _, param in unit.parameters()):
         return
@@ -423,14 +453,14 @@ def step_in_backward(unit: Unit) -> None:
 def _reduced(unit: weakref.ref[Unit], part: int) -> None:
     alive = unit()
     for original in () if alive is None else alive.flat_params[part].originals:
-        if original.param.grad is not None:  # it has a piece here
+        if original.param.grad is not None:  # this rank has a piece of it
             for optimizer in getattr(original.param, _OPTIMIZERS, ()):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
 
 def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
-    """Have the collectives of a tree's units checked: each with its device."""
+    """Let the collective traces follow the collectives of a tree. ``units``: each unit with its device."""
     found: dict[int, tuple[GroupTrace, _C.ModelTrace]] = {}
     for unit, device in units:
         for which, group in unit.options.placement.traced():

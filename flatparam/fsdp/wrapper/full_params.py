@@ -1,4 +1,7 @@
-"""The wrapper's full parameters, summoned."""
+"""The wrapper's ``summon_full_params``, and the methods of modules that need full parameters or their names.
+
+``unit/summon.py`` gathers and writes back. This file chooses the units and checks the arguments.
+"""
 
 import contextlib
 import warnings
@@ -18,7 +21,7 @@ from ..unit.unit import Unit
 
 
 class FullParams(Wrapper):
-    """The part of the wrapper that shows full parameters."""
+    """The part of the wrapper for full parameters."""
 
     @staticmethod
     @or_torchs
@@ -30,13 +33,19 @@ class FullParams(Wrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Within the block the parameters of the units under ``module`` are whole, in full precision.
+        """A block in which the parameters of the units under ``module`` are whole, in full precision.
 
-        A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
-        the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
-        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, for
-        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet, and where ranks were wrapped with other
-        values than each other: what is whole would be a mixture.
+        A collective call. All arguments but ``module`` must be equal on all ranks.
+
+        - ``recurse``: the units below ``module`` too.
+        - ``writeback``: each rank copies its part of the writes into its shard when the block ends.
+        - ``rank0_only``: only rank 0 of the group that shares a unit has full parameters, others have their shards.
+        - ``offload_to_cpu``: the full parameters lie in host memory.
+        - ``with_grads``: ``.grad`` is whole too.
+
+        Raises: ValueError in a forward, a backward or another summon; for ``writeback`` with ``rank0_only``; for
+        ``with_grads`` with accumulated gradients that are not reduced yet; and if ranks were wrapped with different
+        values, because the whole would be a mixture.
         """
 
         def units() -> list[Unit]:
@@ -72,11 +81,14 @@ class FullParams(Wrapper):
     def _summon_full_params(
         self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """``summon_full_params`` of this unit, and with ``recurse`` those below it."""
+        """``summon_full_params`` of this unit and, with ``recurse``, of the units below."""
         return self.summon_full_params(self, recurse, writeback, rank0_only, offload_to_cpu)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` on every module, while the parameters of its unit are whole; what it writes is kept."""
+        """Call ``fn`` on every module while the parameters of its unit are whole. Its writes are kept.
+
+        A collective call: it summons this unit, and each unit below before it comes to the modules of that.
+        """
         self._check_idle("apply")
         with summon(lambda: [self._unit], writeback=True):
             super().apply(fn)

@@ -1,4 +1,8 @@
-"""The wrapper that users see."""
+"""The wrapper class, joined from its parts, and its constructor.
+
+The constructor checks all arguments before it changes the module, and tells the other ranks if it fails. Then it gives
+parameters memory and values, compares the unit with the other ranks, and builds it. A policy wraps descendants first.
+"""
 
 import dataclasses
 import warnings
@@ -57,12 +61,15 @@ from .wrap import check_not_tied, replace_modules, targets_of
 __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
 
 _HOST = torch.device("cpu")
-# What the constructor has besides the arguments of each unit that a policy makes
+# Names in the constructor that are no arguments of the units that a policy makes
 _OF_THE_TREE = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 
 
 class _Class(type):
-    """While our class is in the place of torch's, the models that torch's has wrapped count as its own."""
+    """While our class stands in the place of torch's, ``isinstance`` is True for torch's wrappers too.
+
+    So programs that ask for the class by torch's name still know models that torch's class has wrapped.
+    """
 
     is_in_place_of_torchs = False
 
@@ -76,22 +83,23 @@ class FullyShardedDataParallel(
 ):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
-    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13); ``sharding_strategy`` may be a name, and
-        ``auto_wrap_policy`` a set of classes; and
-        ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
-        ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
-        parameter of its own: frozen ones have no gradient memory and are not reduced;
-        ``shard_alignment``: bytes, a power of two, at whose multiples parameters and shards start (None: 16 on CUDA,
-        else torch's layout);
-        ``atomic``: what is not cut between ranks: ``"row"``, an index of dimension 0, or a callable(param) that gives
-        the elements of a block;
-        ``offload_grads``: of LAYER_ZERO and LAYER_ZERO_NESTED: sums of micro-batches lie in host memory;
+    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13). ``sharding_strategy`` may be a name too,
+        and ``auto_wrap_policy`` a set of classes. Besides:
+        ``placement``: the groups to shard over (:class:`Placement`), instead of strategy and process group;
+        ``segments``: a unit may have several flat parameters, one for each dtype, and frozen parameters apart: these
+        have no gradient memory and are not reduced;
+        ``shard_alignment``: bytes, a power of two: parameters and shards start at its multiples (None: 16 on CUDA, else
+        torch's layout);
+        ``atomic``: blocks that lie on one rank: ``"row"``, the elements with one index of dimension 0, or
+        a callable(param) that returns the number of elements of a block;
+        ``offload_grads``: for LAYER_ZERO and LAYER_ZERO_NESTED: accumulated gradients lie in host memory;
         ``check_values``: compare digests of the initial values over the ranks.
 
-    ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
-    On an accelerator forward gathers one unit ahead, whatever ``forward_prefetch`` is, from the second time on.
-    Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or name what
-    is not supported, and where the ranks differ or another one has raised.
+    ``limit_all_gathers`` has no effect: memory is freed in the order of the program, so there is nothing to limit.
+    On an accelerator forward gathers one unit ahead from the second forward on, whatever ``forward_prefetch`` is.
+    Building a wrapper is a collective call of the ranks in its groups.
+    Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or are not
+    supported, and if ranks differ or another rank has raised.
     """
 
     def __init__(
@@ -184,7 +192,7 @@ class FullyShardedDataParallel(
             own = list(own_modules(module, _is_unit, ignored_modules_set))
             check_not_shared(module, own)
             before = parameters_of(own)
-            computes_on = None  # if that is not where the shards lie
+            computes_on = None  # the device of forward and backward, if the shards lie elsewhere
             if self.cpu_offload.offload_params:
                 computes_on = accelerator_of(own, ignored_params, device)
             materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)

@@ -1,4 +1,8 @@
-"""Giving a unit's parameters and buffers memory, a device and equal values on all ranks, before they are flattened."""
+"""Give a unit's parameters and buffers memory, a device and equal values on all ranks, before they are flattened.
+
+The constructor calls ``materialize``, ``move`` and, with ``sync_module_states``, ``synchronize``, in this order. Each
+works on the modules of one unit. This file knows no unit object and no layout.
+"""
 
 import warnings
 from collections import deque
@@ -25,7 +29,7 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 def own_modules(
     module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: set[nn.Module]
 ) -> Iterator[nn.Module]:
-    """``module`` and those below it that are neither ignored nor in another unit, breadth first."""
+    """Yield ``module`` and the modules below that are neither ignored nor in another unit, breadth first."""
     seen = {module}
     waiting = deque([module])
     while waiting:
@@ -38,7 +42,7 @@ def own_modules(
 
 
 def own_state(modules: list[nn.Module], ignored_params: set[nn.Parameter]) -> Iterator[Tensor]:
-    """The parameters and buffers that ``modules`` register themselves, each once."""
+    """Yield the parameters, except ignored ones, and the buffers that ``modules`` register themselves, each once."""
     seen: set[int] = set()
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -55,7 +59,7 @@ def parameters_of(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Pa
 
 
 def device_of(device_id: int | str | torch.device | None) -> torch.device | None:
-    """The device that ``device_id`` names; one without an index is the current one of its kind."""
+    """The device that ``device_id`` names. Without an index it is the current device of that type, with a warning."""
     if device_id is None:
         return None
     if isinstance(device_id, int):
@@ -76,14 +80,17 @@ def materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device | None,
 ) -> None:
-    """Fill what lies on the meta device: by ``param_init_fn(module)`` for each module, else by ``reset_parameters()``.
+    """Give tensors on the meta device memory and values, if there are any.
 
-    Each call may fill what the module registers itself, and nothing below it. It may put other objects in place: tied
-    parameters and buffers stay tied, with the values of the module that was filled last, and ignored parameters stay
-    ignored, with the values that they had. A new ignored parameter, of one on the meta device, is added to
-    ``ignored_params``.
-    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves something on the meta device;
-    AttributeError naming the class that has no ``reset_parameters``.
+    Calls ``param_init_fn(module)`` for each module, or else ``reset_parameters()`` of each module with such tensors. A
+    call fills only tensors that the module registers itself. It may replace the objects:
+
+    - Tied parameters and buffers stay tied, with the values of the module that was filled last.
+    - Ignored parameters stay the same objects with their values. If an ignored parameter on the meta device is
+      replaced, the new one is added to ``ignored_params``.
+
+    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves a tensor on the meta device;
+    AttributeError naming a class without ``reset_parameters``.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"expected {param_init_fn!r} to be callable, got {type(param_init_fn).__name__}")
@@ -119,7 +126,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 
 
 class _Objects:
-    """Which parameters and buffers were one object, and which were ignored, before modules are filled."""
+    """The tied and the ignored parameters and buffers of ``modules``, as they are before the modules are filled."""
 
     def __init__(self, modules: list[nn.Module], ignored_params: set[nn.Parameter]):
         self._ignored_params = ignored_params
@@ -138,7 +145,7 @@ class _Objects:
                         self._tied.setdefault(module, []).append((registered, name, places[tensor]))
 
     def restore(self, module: nn.Module) -> None:
-        """After ``module`` was filled: let others have what they shared with it, and itself what was ignored."""
+        """After ``module`` was filled: put its new tensors into the modules tied to it, and its ignored ones back."""
         for name, param, data in self._ignored.get(module, ()):
             now = module._parameters[name]
             if param.is_meta and now is not None and now is not param and template_of(now) is None:
@@ -155,9 +162,10 @@ class _Objects:
 def accelerator_of(
     modules: list[nn.Module], ignored_params: set[nn.Parameter], device: torch.device | None
 ) -> torch.device | None:
-    """The device to compute on while the shards lie on the host; None if that is the host itself.
+    """With ``offload_params``: the device to compute on; None: the host.
 
-    It is ``device`` where that was given, else the one that the parameters are on, else the current one.
+    It is ``device`` if that is given, else the first accelerator with a parameter or buffer, else the current
+    accelerator.
     """
     if device is None:
         devices = [tensor.device for tensor in own_state(modules, ignored_params)]
@@ -177,7 +185,8 @@ def move(
 ) -> None:
     """Move parameters to ``of_params`` and buffers to ``of_buffers``.
 
-    Raises: DeviceError for parameters that lie neither on ``device``, if one was asked for, nor on the CPU.
+    ``of_params`` None: move nothing. Parameters keep their identity, and gradients move along. Ignored parameters stay.
+    Raises: DeviceError for a parameter that lies neither on the CPU nor on ``device``, if that is given.
     """
     if of_params is None:
         return
@@ -192,7 +201,7 @@ def move(
             moved = None if param.device == of_params else param.data.to(of_params)
             if moved is not None and type(moved) is Tensor and torch._has_compatible_shallow_copy_type(param, moved):
                 param.data = moved
-            elif moved is not None:  # a device from outside of torch, or a subclass, which holds another tensor
+            elif moved is not None:  # a device outside of torch, or a subclass, which holds another tensor
                 torch.utils.swap_tensors(param, nn.Parameter(moved, param.requires_grad))
             if param.grad is not None:
                 param.grad = param.grad.to(of_params)
@@ -202,9 +211,10 @@ def move(
 
 
 def put_buffer(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    """Give a buffer the data of ``value``, for all that refer to it, as torch's FSDP does; the buffer.
+    """Set the data of the buffer ``name`` to ``value``, so that all references to it see it. Return the buffer.
 
-    Where that cannot be (a device from outside of torch, or a subclass) the module alone gets ``value`` in its place.
+    If that is impossible (a device outside of torch, or a subclass), register ``value`` in ``module`` instead. As
+    torch's FSDP does.
     """
     buffer = module._buffers[name]
     if type(value) is type(buffer) is Tensor and torch._has_compatible_shallow_copy_type(buffer, value):
@@ -221,9 +231,9 @@ def synchronize(
     device: torch.device | None,
     extensions: tuple[FSDPExtensions, ...],
 ) -> None:
-    """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share.
+    """Broadcast parameters and buffers from the first rank: over the replicas, then over the ranks that share the unit.
 
-    ``device``: to send them from, where that is not where they lie.
+    A collective call. ``device``: send from there, if the tensors lie elsewhere.
     """
     tensors = (local_state(tensor, extensions) for tensor in own_state(modules, ignored_params))
     states = [tensor for tensor in tensors if tensor.numel() > 0]
@@ -238,7 +248,10 @@ def synchronize(
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """``tensors`` in their order, those of one dtype and device that fit together."""
+    """Yield lists of tensors of one dtype and device, to be broadcast as one: up to ``_BUCKET_BYTES``, or one tensor.
+
+    The lists depend on order, dtypes and sizes alone, so all ranks have the same.
+    """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -254,7 +267,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
-    """From the first rank of ``group``, in a copy: nothing is changed where Ctrl-C ends the wait."""
+    """Broadcast a copy from the first rank of ``group``, then set the tensors. Ctrl-C in the wait changes nothing."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     checked_collectives.exchange(
         SetupCollective.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0

@@ -1,7 +1,8 @@
-"""The shard of a flat parameter put into another dtype, or onto another device, under a unit that goes on with it.
+"""Change the dtype or the device of the shard of a flat parameter, in a unit that goes on with it.
 
-Trainers do both by names of torch's handle: masters in fp32 of a model that was read in 16 bits, and shards that leave
-the device while it is used for something else.
+Trainers do both through names of torch's handle: they keep fp32 masters of a model that was read in 16 bits, and move
+shards off the device while it does something else. ``torch_names.py`` calls ``store`` and ``move``; the first forward
+calls ``choose_dtype``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ..unit.unit import Unit
 
 @torch.no_grad()
 def store(wrapper: Wrapper, flat_param: FlatParam, dtype: Any) -> None:
-    """Have the shard in ``dtype`` from now on, and its gradients; what is computed and reduced in stays.
+    """Cast the shard and its gradients to ``dtype``. The dtypes of computation and reduction stay.
 
-    That is what ``mixed_precision`` says, and without a ``param_dtype`` the dtype that the shard had before, as in
-    torch's class; the first forward may choose the shard's (``choose_dtype``).
-    Raises: TypeError for no floating dtype, ValueError where ``dtype`` would round, StateError in the middle of a pass,
-    and after the first forward of a unit without ``param_dtype``.
+    Without ``param_dtype`` the unit goes on computing in the dtype that the shard had before, as in torch's class,
+    unless the first forward decides otherwise (``choose_dtype``).
+    Raises: TypeError if ``dtype`` is no floating dtype; ValueError if it would round; StateError in a pass, and, for a
+    unit without ``param_dtype``, after the first forward.
     """
     unit, flat = wrapper._unit, flat_param.flat
     what = f"{unit.name}: its shard with `{flat_param.originals[0].fqn}`"
@@ -47,7 +48,7 @@ def store(wrapper: Wrapper, flat_param: FlatParam, dtype: Any) -> None:
             "MixedPrecision(param_dtype=...), or call this before"
         )
     _put(wrapper, flat_param, lambda tensor: tensor.to(dtype))
-    unit.sync_user_writes()  # what was written to the parameters themselves
+    unit.sync_user_writes()  # with use_orig_params users write to the originals
     if keeps:
         flat_param.compute_dtype, flat_param.keeps_dtype = flat_param.dtype, True
         unit.make_core()
@@ -56,18 +57,19 @@ def store(wrapper: Wrapper, flat_param: FlatParam, dtype: Any) -> None:
 
 
 def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
-    """Before the first forward of a tree: say what masters compute in that were put in another dtype.
+    """Before the first forward of a tree: choose the dtype that masters compute in, which ``store`` has cast.
 
-    Without ``param_dtype`` the inputs decide: in the masters' own if all floating ones are in it, where torch's class
-    would refuse them. A collective call where there are such masters.
-    Raises: ValueError on all ranks if their inputs differ in that.
+    Only for units without ``param_dtype``. If all floating ``inputs`` have the dtype of the masters, the units compute
+    in it, where torch's class would refuse the inputs. Else they compute in the dtype from before ``store``.
+    A collective call if there are such masters: ranks compare the choice.
+    Raises: ValueError on all ranks if they choose differently.
     """
     kept = [flat_param for wrapper in wrappers for flat_param in wrapper._unit.flat_params if flat_param.keeps_dtype]
     if not kept:
         return
     floating = {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
     in_full = bool(floating) and all(floating == {flat_param.flat.dtype} for flat_param in kept)
-    in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # which takes either
+    in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # autocast takes both dtypes
     said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the masters: {in_full}") for each in kept]
     for group in wrappers[0]._placement.compared:
         check_described(said, None, group)
@@ -82,15 +84,15 @@ def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def move(wrapper: Wrapper, flat_param: FlatParam, *args: Any, **kwargs: Any) -> None:
-    """Have the shard and its gradients where ``Tensor.to(*args, **kwargs)`` puts them; on the host for use at once.
+    """Move the shard and its gradients as ``Tensor.to(*args, **kwargs)`` does. Frees the gathered data.
 
-    Raises: StateError in the middle of a pass, ValueError for a device without values, and for gradients of ``no_sync``
-    that are not reduced yet.
+    A move to the host is never ``non_blocking``, because the host may read the shard at once. Local.
+    Raises: StateError in a pass; ValueError for the meta device, and for accumulated gradients that are not reduced.
     """
 
     def to(tensor: Tensor) -> Tensor:
         if tensor.new_empty(0).to(*args, **kwargs).is_cpu:
-            return tensor.to(*args, **{**kwargs, "non_blocking": False})  # the host may read it at once
+            return tensor.to(*args, **{**kwargs, "non_blocking": False})
         return tensor.to(*args, **kwargs)
 
     wrapper._check_idle_here("flat_param_to")
@@ -104,7 +106,7 @@ def move(wrapper: Wrapper, flat_param: FlatParam, *args: Any, **kwargs: Any) -> 
 
 
 def _put(wrapper: Wrapper, flat_param: FlatParam, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give the shard and its gradients the data that ``fn`` makes of them; all or, if it raises, none."""
+    """Replace the data of the shard and of its gradients by ``fn`` of them. If ``fn`` raises, nothing changes."""
     flat, unit = flat_param.flat, wrapper._unit
     flat_param.refuse_freed(flat)
     unit.refuse_freed_gradients()
@@ -120,9 +122,10 @@ def _put(wrapper: Wrapper, flat_param: FlatParam, fn: Callable[[Tensor], Tensor]
 
 
 def _exchange(unit: Unit, flat_param: FlatParam, data: Tensor) -> None:
-    """As setting data, to or from a device from outside of torch: the parameters get other tensors inside.
+    """Set the data of the parameters if ``.data`` cannot: to or from a device outside of torch.
 
-    Raises: StateError if a graph has one, whose gradient would be lost.
+    It swaps the tensors inside of the Parameter objects.
+    Raises: StateError if a graph refers to one of them: its gradient would be lost.
     """
     pieces = {id(here.original.param): (here.original.param, here.of(data)) for here in flat_param.shard_slices()}
     given = [(flat_param.flat, data), *(pieces.values() if flat_param.use_orig_params else ())]

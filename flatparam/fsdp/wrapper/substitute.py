@@ -1,7 +1,8 @@
-"""Putting flatparam's FullyShardedDataParallel in the place of torch's, and taking it away again.
+"""Put flatparam's FullyShardedDataParallel in the place of torch's class, and take it away again.
 
-Whoever imports torch's class by one of its paths then gets flatparam's, and so do modules that imported it before.
-torch's own runtime goes on with its class: models that it has wrapped already train on, and are told apart.
+After ``install()`` every import path of torch's class gives flatparam's, also in modules that imported it before.
+torch's own runtime keeps its class, so models that it has wrapped train on. ``flatparam.install(runtime=True)`` calls
+this file.
 """
 
 import functools
@@ -20,10 +21,10 @@ from ...common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
 NAME = "FullyShardedDataParallel"
-# Modules that keep torch's class: its own runtime, ours, and the helpers that wrapper/dcp_helpers.py has taught both
+# Modules that keep torch's class: torch's runtime, ours, and the module that dcp_helpers.py lets work with both
 _KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
 
-# docs/integrations.md; the last of each is what `make integrations` installs
+# Tested releases, as in docs/integrations.md; `make integrations` installs the last of each
 TESTED = {
     "accelerate": ("1.15",),
     "transformers": ("5.23", "5.24"),
@@ -36,15 +37,18 @@ _EMPTY_ADAPTERS = (
     "units, on torch's class too, as the names of modules have those of units in them. Load the full state dict into "
     "the model made anew and save_pretrained() that (docs/integrations.md), or use PEFT 0.20"
 )
-# What releases that were tested do worse, and from which on
+# Trainer -> (first release, what it does worse, although it was tested)
 BREAKS = {"peft": ((0, 21), _EMPTY_ADAPTERS)}
 
-_originals: dict[str, ModuleType] = {}
-_bound: list[tuple[ModuleType, str]] = []  # where torch's class was
+_originals: dict[str, ModuleType] = {}  # name of a module in sys.modules that is a _Both now -> torch's module
+_bound: list[tuple[ModuleType, str]] = []  # (module, name) that meant torch's class before install()
 
 
 class _Both(ModuleType):
-    """A module of torch's, but for what is ``ours``. What is set in it is set in torch's, whose functions read it."""
+    """A module with the names of torch's module ``original``, except for ``ours``.
+
+    Setting or deleting a name does the same in ``original``, because torch's functions read their names there.
+    """
 
     def __init__(self, original: ModuleType, **ours: Any):
         super().__init__(original.__name__)
@@ -61,13 +65,13 @@ class _Both(ModuleType):
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Any]:
-    """As torch's function of this name, of our units: torch's own modules keep theirs."""
+    """torch's function of this name, for our units. torch's own modules keep torch's function."""
     handles = [state._handle for state in FullyShardedDataParallel.fsdp_modules(module)]
     return [handle for handle in handles if handle is not None]
 
 
 def install() -> None:
-    """``flatparam.install(runtime=True)``."""
+    """Put our class in the place of torch's. Does nothing if it is there already."""
     if is_installed():
         return
     _bound.extend(place for place in names_of(TorchsFSDP) if not place[0].__name__.startswith(_KEEP))
@@ -83,7 +87,7 @@ def install() -> None:
 
 @functools.cache
 def _watch(name: str) -> None:
-    """Look at the version of a trainer once it is imported. It may have been."""
+    """Check the version of the trainer ``name`` now, or when it is imported."""
     after_import(name, _warn_of_version)
 
 
@@ -105,9 +109,9 @@ def _warn_of_version(trainer: ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Let the names that ``install()`` changed mean torch's class again, and those in what was imported of torch since.
+    """Let the names that ``install()`` changed mean torch's class again, also in torch modules imported since.
 
-    Other modules that have imported the name since keep flatparam's class, as do those that imported it from flatparam.
+    Other modules that imported the class since ``install()`` keep flatparam's, as do imports from flatparam itself.
     """
     FullyShardedDataParallel.is_in_place_of_torchs = False
     _set(torch_file)
@@ -120,7 +124,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether torch's names mean flatparam's class."""
+    """Whether ``torch.distributed.fsdp.FullyShardedDataParallel`` is flatparam's class now."""
     return getattr(torch_package, NAME) is FullyShardedDataParallel
 
 

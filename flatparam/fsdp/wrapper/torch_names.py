@@ -1,7 +1,7 @@
-"""What tools read of torch's FullyShardedDataParallel beside its documented API, computed from a unit of ours.
+"""Private names of torch's FullyShardedDataParallel and of its handle, computed from a unit of ours.
 
-Trainers and torch's own tests reach for these names. Most show a unit; what trainers set or call does what they want of
-it. Names that only torch's design has (a padded unsharded tensor, streams, a queue of events): absent_names.py.
+Trainers and torch's own tests use them. Most only show the unit; the few that trainers set or call act on the unit.
+``absent_names.py`` refuses names that only make sense in torch's design, such as its streams and its queue of events.
 Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py`` and ``_flat_param.py``.
 """
 
@@ -26,8 +26,9 @@ from .absent_names import Absent, absent_names, why_absent
 
 
 class Handle:
-    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. It is made when it is asked for.
+    """One flat parameter of a unit, with the names of torch's ``FlatParamHandle``.
 
+    A property makes it anew for each read, so it has no state; two of one flat parameter are equal.
     ``flat_param``: this rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe
     it; inside of ``summon_full_params`` it has all elements ``[numel]``.
     """
@@ -68,13 +69,13 @@ class Handle:
 
     @property
     def _sharding_strategy(self) -> HandleShardingStrategy:
-        """torch's strategy of this name; of those that torch has not, the one whose shards lie alike."""
+        """torch's strategy of the same name; if torch has none, NO_SHARD or SHARD_GRAD_OP, with equal shards."""
         like = HandleShardingStrategy.SHARD_GRAD_OP if self.uses_sharded_strategy else HandleShardingStrategy.NO_SHARD
         return HandleShardingStrategy.__members__.get(self._wrapper.sharding_strategy.name, like)
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype of the shard. To set it is to have masters in it: ``stored.store``."""
+        """The dtype of the shard. Setting it casts the shard: see ``stored.store``."""
         return self._flat_param.flat.dtype
 
     @_orig_param_dtype.setter
@@ -101,14 +102,14 @@ class Handle:
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard and its gradients, with the arguments of ``Tensor.to``: see ``stored.move``.
 
-        Local. On each rank, and for each handle of a model, before that runs again.
+        Local. Call it on each rank, and for each handle of the model, before the next forward.
         """
         stored.move(self._wrapper, self._flat_param, *args, **kwargs)
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Free what the unit has gathered, if asked to: its next forward or backward gathers again. On all ranks.
+        """Free the gathered data of the unit if the argument is True: the next forward or backward gathers again.
 
-        Raises: StateError while a forward or backward of the model runs.
+        Call it on all ranks, as the next gather is a collective. Raises: StateError while a forward or backward runs.
         """
         self._wrapper._check_idle_here("reshard")
         if free_unsharded_flat_param and self.uses_sharded_strategy:
@@ -119,14 +120,14 @@ _SETTABLE = ("_orig_param_dtype",)
 
 
 class Unshard:
-    """What ``_unshard(async_op=True)`` returns: a unit gathers in its own forward, so there is nothing to wait for."""
+    """The result of ``_unshard(async_op=True)``: a unit gathers in its own forward, so there is nothing to wait for."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class Compatible(Wrapper):
-    """The part of the wrapper that has torch's private names."""
+    """The part of the wrapper with torch's private names."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -139,14 +140,14 @@ class Compatible(Wrapper):
 
     @property
     def _is_root(self) -> bool:
-        """Whether no other unit holds this one, or what a program has set."""
+        """Whether this unit is the root, or the value that a program has set."""
         return self.check_is_root() if self._root_set is None else self._root_set
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:
-        """Programs do this to summon a unit on its own, which needs nothing. None: nobody has set it.
+        """Store the value for the getter alone. Programs set True to summon an inner unit, which works without it.
 
-        Raises: StateError for the outermost unit, which cannot be another's.
+        None: forget the stored value. Raises: StateError for False on the root.
         """
         if is_root is not None and not is_root and self.check_is_root():
             raise StateError(f"{self._unit.name} is in no other unit, so it is the root: wrap its model to change that")
@@ -154,12 +155,12 @@ class Compatible(Wrapper):
 
     @property
     def _all_handles(self) -> list[Handle]:
-        """Of this unit and of those below it."""
+        """The handles of this unit and of the units below."""
         return [Handle(unit, flat_param) for unit in self.fsdp_modules(self) for flat_param in unit._unit.flat_params]
 
     @property
     def _handle(self) -> Handle | None:
-        """Of the first flat parameter of this unit; None if it has none. With ``flat_params`` there are others."""
+        """The handle of the first flat parameter of this unit; None: it has none. ``_all_handles`` has the others."""
         flat_params = self._unit.flat_params
         return Handle(self, flat_params[0]) if flat_params else None
 
@@ -170,7 +171,7 @@ class Compatible(Wrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The flat parameters of this unit: shards, and while they are gathered or summoned, what is unsharded."""
+        """The flat parameters of this unit: as shards, or unsharded while the unit is gathered or summoned."""
         if self._unit.summoned is not None:
             return [flat_param.flat for flat_param in self._unit.flat_params]
         views = zip(self._unit.flat_params, self._unit.core.views(), strict=True)
@@ -187,29 +188,29 @@ class Compatible(Wrapper):
 
     @property
     def _comm_hook_state(self) -> Any:
-        """What the hook is called with."""
+        """The first argument of the communication hook."""
         return None if self._hooked is None else self._hooked.state
 
     @property
     def _has_params(self) -> bool:
-        """Whether this unit has parameters of its own."""
+        """Whether this unit has parameters, not counting units below."""
         return bool(self._unit.flat_params)
 
     @property
     def forward_prefetch(self) -> bool:
-        """As it was asked for."""
+        """The constructor's argument ``forward_prefetch``."""
         return self._forward_prefetch
 
     _inter_node_pg = property(attrgetter("placement.replicate"))
 
     def _assert_state(self, state: TrainingState | Iterable[TrainingState]) -> None:
-        """Raises: ValueError unless the unit is in this state, or in one of these."""
+        """Raises: ValueError unless ``training_state`` is ``state``, or one of ``state``."""
         allowed = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state not in allowed:
             raise ValueError(f"expected {self._unit.name} to be in {allowed}, it is in {self.training_state}")
 
     def _unshard(self, async_op: bool = False) -> Unshard | None:
-        """A hint in torch. Here a unit gathers in its own forward, or one ahead by its own order."""
+        """Do nothing. In torch it is a hint to gather early; here the forward gathers, one unit ahead where it can."""
         return Unshard() if async_op else None
 
     def _wait_unshard_streams_on_current_stream(self) -> None:

@@ -1,4 +1,8 @@
-"""Which modules become units: torch's wrap policies and callables, and putting the units in their place."""
+"""Choose the modules that become units, by torch's wrap policies, callables or classes, and replace them by wrappers.
+
+The constructor calls ``targets_of``, ``check_not_tied`` and ``replace_modules``, in this order; only the last changes
+the module. ``inspect`` calls the first two to plan without wrapping. This file knows no unit.
+"""
 
 import collections
 import functools
@@ -22,11 +26,11 @@ def targets_of(
     ignored_params: set[nn.Parameter],
     arguments: dict[str, Any],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The descendants of ``root`` that ``policy`` selects, with the arguments of each; ``root`` itself never is.
+    """Map each descendant of ``root`` that ``policy`` selects to its constructor arguments. ``root`` is never in it.
 
-    ``policy``: one of torch's policy objects, or a callable that gets the keywords ``module``, ``recurse`` and a count
-    of parameters (``nonwrapped_numel``, or ``unwrapped_params`` as torch 1.12 had it); or a set of classes.
-    Warns if classes are given and no module is of one.
+    ``policy``: one of torch's policy objects; a collection of classes; or a callable with the keywords ``module``,
+    ``recurse`` and the number of elements without a unit (``nonwrapped_numel``, in torch 1.12 ``unwrapped_params``).
+    Warns on rank 0 if classes are given and no module has one of them. Raises: TypeError for another policy.
     """
     if isinstance(policy, set | frozenset | list | tuple):
         policy = ModuleWrapPolicy(policy)
@@ -50,7 +54,10 @@ def targets_of(
 
 
 class ModuleWrapPolicy(TorchsModuleWrapPolicy):
-    """torch's policy of this name, which takes one class too. Raises: TypeError naming what is no class of modules."""
+    """torch's policy of this name, which takes a single class too.
+
+    Raises: TypeError naming an item that is no class.
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]] | type[nn.Module]):
         classes = {module_classes} if isinstance(module_classes, type) else set(module_classes)
@@ -61,7 +68,7 @@ class ModuleWrapPolicy(TorchsModuleWrapPolicy):
 
 
 def _classes_of(policy: Any) -> list[type[nn.Module]]:
-    """Those whose modules ``policy`` chooses; none where it chooses otherwise."""
+    """The classes of modules that ``policy`` selects by; empty if it selects in another way."""
     if isinstance(policy, TorchsModuleWrapPolicy):
         return sorted(policy._module_classes, key=lambda one: one.__name__)
     if isinstance(policy, functools.partial) and policy.func is transformer_auto_wrap_policy:
@@ -70,7 +77,7 @@ def _classes_of(policy: Any) -> list[type[nn.Module]]:
 
 
 def _warn_of_none(root: nn.Module, policy: Any) -> None:
-    """Say that no module is of a class that ``policy`` names, and of which classes there are some."""
+    """Warn that no module has a class that ``policy`` names, and list the classes that modules have."""
     named = _classes_of(policy)
     if named:
         there = collections.Counter(type(module).__name__ for module in root.modules() if module is not root)
@@ -82,7 +89,7 @@ def _warn_of_none(root: nn.Module, policy: Any) -> None:
 
 
 def _with_count(policy: Callable[..., bool]) -> Callable[[nn.Module, bool, int], bool]:
-    """``policy`` with its arguments in order; the name of the count is read from its signature."""
+    """Let ``policy`` take positional arguments. Its signature tells the name of the count."""
     try:
         names: Iterable[str] = inspect.signature(policy).parameters
     except ValueError:
@@ -97,15 +104,16 @@ def _ask(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
 ) -> list[nn.Module]:
-    """Ask ``policy`` about every module, children first, with the count of what is not wrapped below it.
+    """List the modules that the callable ``policy`` selects, children first.
 
+    It gets the number of elements in a module that are in no unit selected below.
     Source: torch 2.13 ``torch.distributed.fsdp.wrap._recursive_wrap``.
     """
     chosen: list[nn.Module] = []
     wrapped_by: dict[nn.Module, int] = {}
 
     def visit(module: nn.Module) -> int:
-        """The parameters of ``module`` that are wrapped once it has been asked about."""
+        """Ask about ``module`` and below. Return how many of its elements are in selected units then."""
         if module in wrapped_by:
             return wrapped_by[module]
         numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
@@ -125,7 +133,7 @@ def _ask(
 def check_not_tied(
     root: nn.Module, targets: Iterable[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> None:
-    """Refuse a parameter that would be in two units. Raises: ValueError naming both, before anything is wrapped."""
+    """Raises: ValueError naming a parameter that two units would share, and both units."""
     units = {root, *targets}
     found: dict[nn.Parameter, tuple[nn.Module, str, str]] = {}
     seen: set[tuple[nn.Module, nn.Module]] = set()
@@ -157,7 +165,7 @@ def check_not_tied(
 def replace_modules(
     root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]
 ) -> None:
-    """Wrap ``targets``, children first, and put each wrapper wherever in the tree its module stood."""
+    """Call ``wrap(module, arguments)`` for each of ``targets``, children first. Put the result in all its places."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
     order: dict[nn.Module, None] = {}
 
