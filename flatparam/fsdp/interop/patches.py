@@ -78,7 +78,7 @@ def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
 def watch() -> None:
     """Register the hooks and replace the functions, once per process. A module not yet imported is changed later."""
     register_module_module_registration_hook(_refuse_data_parallel)
-    checkpoint = "torch.distributed.checkpoint"  # whose import takes half a second
+    checkpoint = "torch.distributed.checkpoint"  # importing it takes half a second
     after_import(f"{checkpoint}.default_planner", _check_plans)
     # asynchronous saving plans with copies, in which shards are not found: so the state is checked before
     after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))

@@ -104,7 +104,7 @@ class Wrapper(RefusingMarkers, nn.Module):
         if root is not None and root.state == "INTERRUPTED":
             root.recover()
 
-    # What there is
+    # Queries
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:

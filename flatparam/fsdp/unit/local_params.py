@@ -31,8 +31,8 @@ class LocalParam:
     - ``names``: all its names in the model.
     - ``owner``: the tensor that an optimizer steps: the parameter itself, or its flat parameter.
     - ``shape``, ``stride``: of the whole parameter.
-    - ``unit``, ``flat_param``, ``number``: it is ``flat_param.originals[number]`` of ``unit``; None without a unit.
-    - ``shard_slice``: its place in the shard; None without a unit.
+    - ``unit``, ``flat_param``, ``number``: it is ``flat_param.originals[number]`` of ``unit``.
+    - ``shard_slice``: its place in the shard. Without a unit ``unit``, ``flat_param`` and this are None.
     """
 
     names: list[str]
@@ -109,7 +109,7 @@ class LocalParam:
         return self.owner.detach().as_strided((self.numel,), (1,))
 
     def piece_of(self, shard: Tensor) -> Tensor:
-        """The elements of this parameter in ``shard``, a tensor of the shard's length, in the shape of its state."""
+        """The elements of this parameter in ``shard``, a tensor of the shard's length, in the shape for optimizers."""
         assert self.shard_slice is not None
         piece = self.shard_slice.of(shard)
         return piece.view(1) if self.is_sharded and not piece.dim() else piece
@@ -133,7 +133,7 @@ def local_params_of(
     The user's writes are taken into the shards of a unit before its parameters are yielded.
     """
     places = unit_paths(module)
-    alone: dict[int, LocalParam] = {}  # by the id of the tensor, except for parameters in a shared flat tensor
+    alone: dict[int, LocalParam] = {}  # id of an owner that holds no other parameter -> its LocalParam
     flat: set[int] = set()  # ids of the flat parameters that modules register
     for unit, paths in places.items():
         unit.sync_user_writes()

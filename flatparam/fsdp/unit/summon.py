@@ -149,7 +149,7 @@ class Summoned:
         self.wholes: list[Tensor] = []  # the gathered parameters, one tensor [padded_numel] a flat parameter
         self.gradients: list[Tensor | None] = []  # the gathered gradients, likewise
         self.held: list[list[Tensor | None]] = []  # for each flat parameter: the gradients to put back in leave()
-        self._shards: list[tuple[FlatParam, Tensor]] = []  # flat parameters whose data is a whole now, and their shards
+        self._shards: list[tuple[FlatParam, Tensor]] = []  # flat parameters that show a whole now, with their shards
         self.loads = loads
         self.missing: list[ParamInfo] = []  # parameters without a value in the state dict that is loaded
         self._made: dict[str, nn.Parameter] = {}  # FQN -> a Parameter made here, which modules show for the original
@@ -206,7 +206,10 @@ class Summoned:
                         _set_grad(original, value)
 
     def _keeps(self, flat_param: FlatParam) -> bool:
-        """Whether the user's writes stay. Without sharding they always do: users write to the trained memory itself."""
+        """Whether the user's writes stay: with ``writeback``, and if users write to the trained memory itself.
+
+        They do without sharding and offload.
+        """
         return self.writeback or not (flat_param.is_sharded or self.unit.options.offload_params)
 
     def _whole(self, flat_param: FlatParam, shard: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Unit:
         if not options.use_orig_params:
             self._hide_originals()
         self.summoned: Any = None  # the Summoned of this unit while it is summoned
-        # FQN -> [rank, other rank] whose initial values differed. A load removes the loaded parameters
+        # FQN -> two ranks with different initial values. A load removes the loaded parameters
         self.mismatched: dict[str, list[int]] = {}
         self.make_core()
 
@@ -302,7 +302,7 @@ class Unit:
             self.adopt(k, i, original, now)
         for target, value in writes:
             target.copy_(value)
-            if value.device.type != "cpu":  # its memory is freed here, and may belong to another stream
+            if value.device.type != "cpu":  # value is freed here, and may belong to another stream
                 value.record_stream(torch.accelerator.current_stream(value.device))
         self.core.alias_params()
         if replaced:

@@ -43,7 +43,7 @@ _OF_WRAPPERS = {
     "_unshard_params_ctx": _WHOLE,
     "_deregister_orig_params_ctx": _WHOLE,
 }
-# Names without such advice that torch sets on objects only, so that its classes do not show them
+# Names of wrappers and of handles without such advice. torch sets them on objects only, so its classes lack them
 _IN_WRAPPERS = (
     *("_buffer_names", "_debug_level", "_fsdp_extension", "_ignored_buffer_names", "_needs_buffer_dtype_restore_check"),
     *("_post_backward_callback_queued", "_zero_scalar"),

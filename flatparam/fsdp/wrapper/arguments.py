@@ -1,6 +1,6 @@
 """Check and resolve the arguments of the wrapper's constructor, and warn of costly ones.
 
-The constructor calls these functions before it changes the module (``warn_of_padding`` after it).
+The constructor calls these functions before it builds the unit, and ``warn_of_padding`` after.
 """
 
 from __future__ import annotations

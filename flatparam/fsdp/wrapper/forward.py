@@ -2,7 +2,8 @@
 
 ``_C.Unit`` gathers, reshards and reduces. This file prepares inputs, dtypes and buffers around it, joins the units of a
 tree to one ``_C.Root``, and has ``no_sync``, ``reset_state``, ``refresh``, ``clip_grad_norm_`` and communication hooks.
-It knows no state dicts. Forwards run in the thread of the program; autograd calls the C core in its own threads.
+It knows no state dicts. Forwards run in threads of the program; in backward, autograd may call ``_reduced`` and
+``_refuse_backward`` in its own threads.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class Stepping(Wrapper):
         return _C.Block(begin, end)
 
     def reset_state(self) -> None:
-        """End all blocks and passes whose own end was lost: ``no_sync``, ``summon_full_params``, a load, a pass.
+        """End all blocks and passes that were interrupted: ``no_sync``, ``summon_full_params``, a load, a pass.
 
         Use it if a signal or a debugger has kept the end of a block from running, so that calls say that a unit is not
         idle, or that gradients are not reduced. For the root. No communication: each rank may call it alone.
