@@ -291,6 +291,7 @@ _WHOLE_ONLY = {  # class of an optimizer of torch -> why it cannot step shards
 
 
 def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook before each optimizer step. Raises: StateError for a class in ``_WHOLE_ONLY`` that would step shards."""
     for name in [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _WHOLE_ONLY]:
         for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
             raise StateError(

@@ -59,6 +59,7 @@ class Wrapper(RefusingMarkers, nn.Module):
     _use_orig_params: bool
 
     def _outermost(self) -> Any:
+        """The root of the tree that this unit is in: itself, if no unit is around it."""
         outer: Any = self._outer() if self._outer is not None else None
         return self if outer is None else outer._outermost()
 
@@ -72,6 +73,7 @@ class Wrapper(RefusingMarkers, nn.Module):
         self._check_idle(what, modules)
 
     def _check_idle(self, what: str, modules: Iterable[nn.Module] | None = None) -> None:
+        """Raises: StateError, naming the call ``what``, unless this unit and all units below are idle."""
         for module in self.modules() if modules is None else modules:
             if isinstance(module, Wrapper):
                 module._check_idle_here(what)

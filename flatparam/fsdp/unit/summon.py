@@ -188,6 +188,7 @@ class Summoned:
             raise
 
     def _show_all(self, having: list[list[bool]]) -> None:
+        """Let modules show ``wholes`` and ``gradients``. ``having``: for each original, whether it has a gradient."""
         unit = self.unit
         for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
             if flat_param.is_sharded and whole.device == flat_param.flat.device and not self.loads:
@@ -213,10 +214,12 @@ class Summoned:
         return self.writeback or not (flat_param.is_sharded or self.unit.options.offload_params)
 
     def _whole(self, flat_param: FlatParam, shard: Tensor) -> Tensor:
+        """Gather ``shard``, ``[padded_numel]``. Without sharding it is the shard itself, if the writes to it stay."""
         whole = flat_param.gather(shard)
         return whole if flat_param.is_sharded or self._keeps(flat_param) else whole.clone()
 
     def _show(self, original: ParamInfo, value: Tensor, trained: bool) -> None:
+        """Let modules show ``value``: as data of the original parameter, or as a new Parameter if that cannot be."""
         if self.unit.options.use_orig_params and original.form is None and original.kept is None:
             if self.with_grads:
                 original.param.grad = None
@@ -316,6 +319,7 @@ class Summoned:
             flat_param.flat.data = shard
 
     def _restore(self) -> None:
+        """Let modules and gradients be as before ``enter``. May be called again after an exception in it."""
         unit = self.unit
         self._restore_flat()
         if self.shown:
@@ -527,6 +531,7 @@ def in_turn(steps: Iterable[Callable[[], None]]) -> None:
 
 
 def _note_written(entered: list[Summoned]) -> None:
+    """Check the writes to all units, before one shard is written: so an error leaves all of them consistent."""
     seen: dict[nn.Parameter, tuple[Summoned, ParamInfo]] = {}
     for state in entered:
         state.find_ties(seen)

@@ -160,11 +160,13 @@ class Unit:
         return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.flat_params))]
 
     def register_flat(self) -> None:
+        """With ``use_orig_params=False``: register the flat parameters in the module."""
         if not self.options.use_orig_params:
             for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
                 self.module.register_parameter(name, flat_param.flat)
 
     def unregister_flat(self) -> None:
+        """With ``use_orig_params=False``: take the flat parameters out of the module. It keeps its other names."""
         if not self.options.use_orig_params:
             for name in self.flat_names():
                 self.module._parameters.pop(name, None)

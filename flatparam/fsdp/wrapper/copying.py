@@ -133,6 +133,10 @@ class Copies(Wrapper):
         self._hold_those_below()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``cuda()`` and ``half()`` call: change the device or dtype of shards, gradients and buffers.
+
+        All units are checked before the first one changes. Between passes.
+        """
         self._check_idle_here("changing device or dtype")
         for wrapper in self.fsdp_modules(self):
             wrapper._check_stays(fn)
@@ -148,6 +152,7 @@ class Copies(Wrapper):
         return self
 
     def _check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raises: ValueError if ``fn`` would lose values, precision that the strategy needs, or unreduced gradients."""
         for flat_param in self._unit.flat_params:
             probe = fn(flat_param.flat.new_empty(0))
             if probe.is_meta:

@@ -452,6 +452,7 @@ def step_in_backward(unit: Unit) -> None:
 
 
 def _reduced(unit: weakref.ref[Unit], part: int) -> None:
+    """Step the optimizers in backward. ``core`` calls this when ``.grad`` has the reduced gradient."""
     alive = unit()
     for original in () if alive is None else alive.flat_params[part].originals:
         if original.param.grad is not None:  # this rank has a piece of it

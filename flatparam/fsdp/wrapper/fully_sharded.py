@@ -254,6 +254,10 @@ class FullyShardedDataParallel(
         ignored_params: set[nn.Parameter],
         arguments: dict[str, Any],
     ) -> None:
+        """Wrap the descendants that ``policy`` selects, and modules of the classes that mixed precision ignores.
+
+        All checks of the policy come before the first module is replaced.
+        """
         for path, inner in module.named_modules():
             if _is_unit(inner):
                 raise ValueError(

@@ -129,5 +129,6 @@ def is_installed() -> bool:
 
 
 def _set(module: ModuleType) -> None:
+    """Let all ways of import give ``module``: ``sys.modules`` and the attribute of torch's package."""
     sys.modules[module.__name__] = module
     setattr(torch_package, module.__name__.split(".")[-1], module)
