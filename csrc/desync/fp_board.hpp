@@ -1,4 +1,4 @@
-// desync/fp_board.hpp -- the health board for the C++ side; fp_board.h says what it is for.
+// desync/fp_board.hpp -- the health board for the C++ side; see fp_board.h.
 #pragma once
 
 #include <condition_variable>

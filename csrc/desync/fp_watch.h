@@ -34,7 +34,7 @@ typedef struct {
  *   4 s before the group's time-out some ranks have no work, and do not answer a call             "absent"          yes
  *
  * 1: there was a reason. trace is FP_TRACE_LOST if the abort took values from a device, else FP_TRACE_BROKEN, and the
- *    communicator is aborted: the device goes on, and the results of what it waited for are undefined.
+ *    communicator is aborted: the device goes on, and the collectives that it waited for give no values.
  * 0: the group was destroyed, or fp_board_stop() was called.
  * -1 with an exception: torch has no such group or device; or the backend cannot abort, and trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);

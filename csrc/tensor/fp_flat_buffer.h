@@ -64,7 +64,7 @@ int fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard, const char *re
 int fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard, int64_t *present, int64_t *needed);
 /* Before a gather: if the memory is borrowed (a NumPy array), leave it to the borrower, and make an unsharded tensor with a
  * new storage. Graphs that need the old values are refused by autograd.
- * 1: it is new, and views must be made anew; 0: nobody has borrowed it; -1. */
+ * 1: it is new, and views must be made anew; 0: the memory is not borrowed; -1. */
 int fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason);
 /* in_full: compute and reduce in the shard's dtype; else as the options say. It takes effect with the next prepare and
  * views. */
@@ -179,7 +179,7 @@ int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyO
 enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
 int fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard,
                                 PyObject *collectives, int how_far);
-/* Put a hash of which owners require grad into the events of the next reductions: ranks that differ in it are told. */
+/* Put a hash of which owners require grad into the events of the next reductions: ranks that differ in it raise. */
 void fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) FP_NOEXCEPT;
 int fp_flat_buffer_is_packed(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* 1: the reduction over shard_group was started, and the one over replicate_group was not. */
@@ -208,7 +208,7 @@ void fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too);
  * nothing was added to it; host memory still has the values. */
 int fp_flat_buffer_start_reload(fp_flat_buffer *flat);
 int fp_flat_buffer_drop_reload(fp_flat_buffer *flat);
-/* Let the current stream wait for copies of gradients to host memory, and free what was copied. */
+/* Let the current stream wait for copies of gradients to host memory, and free their sources. */
 int fp_flat_buffer_wait_copies(fp_flat_buffer *flat);
 /* The bytes of the accumulated gradient on the device that computes, and of its buffer in host memory. */
 void fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;

@@ -227,7 +227,7 @@ shown_of(const at::Tensor &accumulated, bool marked, const std::vector<at::Tenso
     return shows;
 }
 
-// Call the hooks of register_hook() with grad, and write what they return to it.
+// Call the hooks of register_hook() with grad, and write their result to it.
 void
 call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad, const char *name)
 {

@@ -27,8 +27,8 @@ Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
  * name: of the unit, in errors. As autograd does, hooks of register_hook() are called with the piece before, and hooks of
  * register_post_accumulate_grad_hook() after; NULL: no hook is called. An exception may leave some .grad set. */
 int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, const char *name);
-/* The gradient of the shard of which params[i].grad are the pieces, with zeros where there is none: a new reference, to a new
- * tensor or to the one that all of them lie in. None: no parameter has a gradient. has[i] = 1: parameter i has one. */
+/* Put params[i].grad together to a gradient of the shard, with zeros where there is none. A new reference: to the tensor in
+ * which all of them lie as pieces, or else to a new one. None: no parameter has a gradient. has[i] = 1: parameter i has one. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
 /* params[i].grad = a view of accumulated, where which[i]. own < 0: accumulated is the unsharded gradient, and the view is the
  * parameter's place in it. own >= 0: this rank's shard begins at element own of accumulated, and the view is the 1-D piece. */
@@ -40,7 +40,7 @@ int fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, 
  *   left as it is       the accumulated one counts     both count
  *   None                nothing counts                 nothing counts: a user has one gradient, and has cleared it
  *   set to zeros        the zeros count                the zeros count, and nothing else: the same
- *   changed in place    counts as changed (*)          refused, naming it: what is put aside is not changed with it (**)
+ *   changed in place    counts as changed (*)          refused, naming it: the one put aside is not changed with it (**)
  *   replaced            NO_SHARD: counts as given; else it is the reduced gradient, and the accumulated one is given up
  *
  * (*) nested LayerZero refuses it: there .grad is a piece of a gradient that several ranks have. (**) the drop-in changes the
@@ -98,7 +98,7 @@ PyObject *fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order,
 PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double root, double max_norm);
 
 /* Whether a user has let view, a leaf without a node, require grad. If so, owner (NULL: none) requires grad from now on,
- * and view does not: its gradient would be reduced by nobody. 0: no; 1: yes, and no graph has used it; 2: yes, and a
+ * and view does not: its gradient would not be reduced. 0: no; 1: yes, and no graph has used it; 2: yes, and a
  * graph has used it; its gradient is dropped; -1. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
 

@@ -15,7 +15,7 @@ typedef struct fp_gradients fp_gradients;
  *
  *   before_backward      the first gradient of an output is there; began: as given to fp_graph_hook. Also at the end of a graph
  *                        task (fp_graph_at_end), with began = 0
- *   gradients_ready      the node behind the views has all their gradients, one of which at least is defined
+ *   gradients_ready      the node behind the views has all their gradients; at least one is defined
  *   before_accumulation  autograd is about to add to .grad of a parameter a gradient that does not come from its view
  *   inputs_done          the backward has computed the gradients of the forward's inputs (fp_graph_hook_inputs)
  *   param_gradient       as before_accumulation, with the gradient of the i-th parameter alone. 1: the unit has taken it, and

@@ -70,7 +70,7 @@ struct ViewsBackward final : torch::autograd::Node {
     void run_on_current_stream(const at::Tensor &view);
 
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;
-    // Pack the gradients of the views, one of which at least is defined, into the 1-D gradient of the flat tensor.
+    // Pack the gradients of the views into the 1-D gradient of the flat tensor. At least one is defined.
     static at::Tensor pack(const Geometry &geometry, const torch::autograd::variable_list &grads,
                            const at::TensorOptions &options);
 

@@ -217,7 +217,7 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
     }
 }
 
-// Add gradients, and what was accumulated since reduce_input was made, to it.
+// Add to reduce_input the gradients, and the gradient accumulated since it was made.
 void
 add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
 {

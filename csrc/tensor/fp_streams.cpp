@@ -111,7 +111,7 @@ OnOwnStream::join() const noexcept
         try {
             put_after(guard_->original_stream(), guard_->current_stream());
         }
-        catch (...) { // the device has failed: whoever uses it next says so
+        catch (...) { // the device has failed: its next user raises that
         }
     }
 }
@@ -183,7 +183,7 @@ capture_of(const c10::Device &device) noexcept
         const c10::impl::VirtualGuardImpl guard(device.type());
         return capture_by(guard, guard.getStream(device));
     }
-    catch (...) { // the device has failed: whoever uses it next says so
+    catch (...) { // the device has failed: its next user raises that
         return 0;
     }
 }

@@ -1,4 +1,4 @@
-// tensor/fp_tensors.cpp -- geometry, and what is read from or set on many tensors at once: data, gradients, storages.
+// tensor/fp_tensors.cpp -- the geometry; read and set data, gradients and storages of many tensors at once. See fp_torch.h.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -44,7 +44,7 @@ memory_of(c10::StorageImpl *storage)
     return address_of(storage) == nullptr ? 0 : storage->nbytes();
 }
 
-// What torch has moved to shared memory has none, also where it was freed at that time.
+// The allocator for storage's memory. A storage that torch has moved to shared memory has none; it gets the device's.
 static c10::Allocator *
 allocator_of(const c10::StorageImpl *storage)
 {
@@ -102,7 +102,7 @@ check_memory(const at::Tensor &tensor, const char *name)
                       ": it was freed or resized outside of flatparam, and its values are lost");
 }
 
-// As ==, which calls memcmp: of few numbers that takes longer.
+// a == b. The operator calls memcmp, which takes longer for a few numbers.
 static bool
 are_same(c10::IntArrayRef a, c10::IntArrayRef b)
 {
@@ -123,7 +123,7 @@ is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape
 
 namespace {
 
-// Throws unless the n objects are plain tensors to which set_data can give source's data.
+// Throw TypeError unless the n objects are plain tensors whose set_data() takes source's data.
 void
 check_targets(PyObject *const *objects, Py_ssize_t n, const at::Tensor &source)
 {
@@ -135,7 +135,7 @@ check_targets(PyObject *const *objects, Py_ssize_t n, const at::Tensor &source)
     }
 }
 
-// The same tensor as source, of which callbacks cannot exchange the data while it is in use.
+// A second tensor over source's memory, with its version counter. A callback that gives source other data does not change it.
 at::Tensor
 pinned_down(const at::Tensor &source)
 {
@@ -144,7 +144,7 @@ pinned_down(const at::Tensor &source)
     return same;
 }
 
-// tensor.data = data. What it releases may run Python code, which may drop tensor (torch.utils.swap_tensors).
+// tensor.data = data. The release of the old data may run Python code, which may free tensor (torch.utils.swap_tensors).
 void
 set_data(const at::Tensor &tensor, const at::Tensor &data)
 {
@@ -152,7 +152,7 @@ set_data(const at::Tensor &tensor, const at::Tensor &data)
     kept.set_data(data);
 }
 
-// Move tensor to source's storage unless it is there; the data of requires-grad tensors may move too, as with .data.
+// Move tensor to its place in source's storage, unless it is there. As with .data, it may require grad.
 void
 point(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
       int64_t offset)
@@ -189,7 +189,7 @@ same_storage(const at::Tensor &a, const at::Tensor &b)
     return storage_of(a) == storage_of(b) || address_of(storage_of(a)) == address_of(storage_of(b));
 }
 
-// param.grad = view, or, where torch would refuse that assignment, the data of the gradient that is there.
+// param.grad = the view of grad; where torch would refuse that assignment, or by_data, set the data of the present gradient.
 void
 set_grad(const at::Tensor &param, const at::Tensor &grad, c10::IntArrayRef shape, c10::IntArrayRef stride,
          int64_t offset, bool by_data)
@@ -374,7 +374,7 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
         const fp::Geometry &shape = *geometry->shared;
         const at::Tensor &owner = fp::unpack(owner_object);
         const at::Tensor grad = grad_object == nullptr ? at::Tensor() : fp::unpack(grad_object);
-        std::vector<at::Tensor> inside; /* of the storage, at another place */
+        std::vector<at::Tensor> inside; /* tensors in the same storage, at another place */
         const auto is_moved = [&](const at::Tensor &tensor, const at::Tensor &whole, size_t i) {
             if (!tensor.has_storage() || !fp::same_storage(tensor, whole)) {
                 return true;
@@ -382,7 +382,7 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
             const fp::View &view = shape.views[i];
             const bool as_put = tensor.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(tensor, view)
                                                                                         : tensor.is_contiguous();
-            if (whole.numel() < shape.total || /* pieces, whose places are as users say */
+            if (whole.numel() < shape.total || /* a shard: its pieces may lie anywhere in it */
                 (as_put && tensor.numel() == view.numel &&
                  tensor.storage_offset() == whole.storage_offset() + view.offset)) {
                 return false;
@@ -406,7 +406,7 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
             fp::check_memory(tensor);
             copies.push_back(tensor.clone());
         }
-        for (size_t i = 0; i < inside.size(); i++) { /* after the last copy: it may be of the other's place */
+        for (size_t i = 0; i < inside.size(); i++) { /* after the last copy: tensors may overlap */
             fp::set_data(inside[i], copies[i]);
         }
         return 0;
