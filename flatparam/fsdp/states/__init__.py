@@ -1,1 +1,1 @@
-"""What a model and its optimizer keep, as state dicts: whole, by rows, or as ranks have it."""
+"""State dicts of a wrapped model and of its optimizer: full, sharded by rows, or local; and files of safetensors."""

@@ -1,4 +1,8 @@
-"""The entries of one unit in a state dict: their names, and what they are on this rank."""
+"""The entries of one unit in a state dict: their keys, and their values in full, sharded and local form.
+
+`model.py` calls this while it saves or loads a unit. Nothing here is a collective call. The callers gather, and agree
+with other ranks. A ``prefix`` is the path of the unit's inner module in the state dict, with a dot at its end.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ from ..unit.base import Wrapper
 from ..unit.unit import Unit
 from .rows import is_rows
 
-Take = Callable[[FlatParam, ParamInfo, Tensor], Any]  # what becomes of a whole parameter
+Take = Callable[[FlatParam, ParamInfo, Tensor], Any]  # makes an entry of a state dict from a whole parameter
 
 _OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
 
 
 def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, FlatParam, ParamInfo]]:
-    """Every name of each original parameter, with ``prefix``: of the unit's module in the state dict."""
+    """Yield ``(key, flat parameter, original parameter)`` for every FQN of the unit. A tied parameter has several."""
     for flat_param in unit.flat_params:
         for original in flat_param.originals:
             for fqn in original.fqns:
@@ -34,9 +38,9 @@ def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, FlatParam, ParamIn
 
 
 def is_own(value: Any, flat_param: FlatParam, here: ShardSlice) -> bool:
-    """Whether ``value`` is the parameter of ``here`` itself, its flat parameter, or this rank's piece of the shard.
+    """Whether ``value`` is the parameter of ``here`` itself, its flat parameter, or a view of its slice of the shard.
 
-    To load such a value changes nothing. torch's helpers put them where the caller's state dict has no value.
+    Loading such a value changes nothing. torch's helpers add these values for keys that the caller's state dict lacks.
     """
     if value is here.original.param or value is flat_param.flat:
         return True
@@ -48,7 +52,7 @@ def is_own(value: Any, flat_param: FlatParam, here: ShardSlice) -> bool:
 
 
 def own_values(unit: Unit, state: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The keys of the values in ``state`` that are the unit's own parameters."""
+    """Yield the keys in ``state`` whose values are the unit's own parameters: see ``is_own``."""
     for flat_param in unit.flat_params:
         for here in flat_param.shard_slices():
             for key in (prefix + fqn for fqn in here.original.fqns):
@@ -57,7 +61,10 @@ def own_values(unit: Unit, state: Mapping[str, Any], prefix: str) -> Iterator[st
 
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
-    """Make the entries of ``unit``'s parameters what ``take`` gives; None: drop them."""
+    """Replace each entry of a parameter of ``unit`` with the result of ``take``. ``take`` None: drop the entries.
+
+    The values in ``destination`` are whole parameters. They may be views of a flat buffer that is freed afterwards.
+    """
     for key, flat_param, original in own_names(unit, prefix):
         value = destination.get(key)
         if not isinstance(value, Tensor):
@@ -71,7 +78,7 @@ def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bo
 
 
 def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool) -> None:
-    """The entries of a unit in local form: its flat parameters, in place of those that are in them."""
+    """Local form: replace the entries of the original parameters with one ShardedTensor for each flat parameter."""
     for key, _, _ in own_names(unit, prefix):
         destination.pop(key, None)
     for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
@@ -79,7 +86,11 @@ def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool)
 
 
 def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
-    """A flat parameter whose shards, without padding, are those of the ranks. The same memory; no communication."""
+    """Return the flat parameter as a ShardedTensor of shape ``[layout.numel]``, without padding.
+
+    Its local shard is a view of this rank's shard, except with ``to_cpu``. No communication: the metadata of the other
+    ranks' shards follow from the layout.
+    """
     placement, layout, flat = flat_param.placement, flat_param.layout, flat_param.flat.detach()
     group: Any = placement.optim
     devices = 1 if flat.is_cpu else torch.accelerator.device_count()
@@ -103,9 +114,10 @@ def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
 
 
 def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
-    """The other way: the entries that torch copies into what the modules have. In place.
+    """The reverse of ``put_flat``: replace flat entries of ``state`` with tensors that torch copies into the modules.
 
-    Raises: StateError naming the key for what does not fit.
+    With use_orig_params these are the slices of a copy of the shard, one for each FQN; else it is the copy itself.
+    Raises: StateError naming the key, for an entry of another type, size or place. Earlier entries are replaced then.
     """
     for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
         key = prefix + name
@@ -148,7 +160,10 @@ def _shard_of(key: str, flat_param: FlatParam, value: Any) -> Tensor:
 
 
 def units_below(module: nn.Module, path: str) -> Iterator[tuple[str, Wrapper]]:
-    """The outermost units in ``module``, which is at ``path``, each under every path that it has there."""
+    """Yield ``(path, wrapper)`` for the outermost wrappers below ``module``, which is at ``path``.
+
+    A wrapper that is registered in several places comes once for each of its paths.
+    """
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -160,7 +175,7 @@ def units_below(module: nn.Module, path: str) -> Iterator[tuple[str, Wrapper]]:
 
 
 def rename_last(mapping: dict[str, Any], before: int, inner: str, outer: str) -> None:
-    """Rename what was added to ``mapping`` since it had ``before`` entries, from under ``inner`` to under ``outer``."""
+    """Replace the prefix ``inner`` by ``outer`` in all keys of ``mapping`` after its first ``before`` keys."""
     for key in list(itertools.islice(reversed(mapping), len(mapping) - before))[::-1]:
         value = mapping.pop(key)
         if key.startswith(inner):
@@ -171,7 +186,7 @@ def rename_last(mapping: dict[str, Any], before: int, inner: str, outer: str) ->
 
 
 def put_units_in(state: dict[str, Any], prefix: str) -> None:
-    """Rename the entries of a state dict of the unwrapped model in place, for the unit at ``prefix``."""
+    """Insert the wrapper's own name after ``prefix`` in the keys of ``state``, in place: torch looks them up so."""
     inner = prefix + FSDP_PREFIX
     for key in list(state):
         if key.startswith(prefix) and not key.startswith(inner):

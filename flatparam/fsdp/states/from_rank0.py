@@ -1,4 +1,9 @@
-"""States that one rank has, for all: an object of shapes and values first, then one broadcast a unit and key."""
+"""Send a full optimizer state from the first rank of a group to the others.
+
+First one broadcast of a pickled header: shapes, dtypes and small values. All ranks check the header before they come
+to the tensors. Then one broadcast for each flat parameter and key, in an order that all ranks know from the header.
+`optimizer.py` calls this.
+"""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -19,7 +24,7 @@ from .values import described
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """The first rank's ``value``. A collective call."""
+    """Return the ``value`` of the first rank of ``group``, on all ranks. A collective call: two broadcasts."""
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
     data = pickle.dumps(value) if dist.get_rank(group) == 0 else b""
     size = torch.tensor([len(data)], device=device)
@@ -34,9 +39,10 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:
-    """What ``cut`` takes of a state that the first rank of ``group`` has. A collective call, as the fetches are.
+    """Return ``(header, fetch)`` for ``cut``. ``full``: the state; only the first rank's is used. A collective call.
 
-    Raises: ValueError on every rank, if that rank has none.
+    Each fetch is a collective call too: a broadcast of one key of a whole flat parameter, from which each rank takes
+    its elements. Raises: ValueError on every rank, if the first rank has no state, or one that cannot be pickled.
     """
     is_first = dist.get_rank(group) == 0
     header: Any = None
@@ -68,7 +74,7 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
 
 
 def _header(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
-    """``full`` with shapes in place of the tensors that are like their parameters."""
+    """Return ``full`` with a ``Like`` in place of each tensor of its parameter's shape: those are broadcast later."""
     state: dict[Any, Any] = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)

@@ -1,4 +1,4 @@
-"""The keys of an unwrapped optimizer's state: the names of parameters, or their numbers in its groups."""
+"""Convert the keys of an unwrapped optimizer's state between FQNs and numbers. `optimizer.py` calls this."""
 
 import copy
 from typing import Any
@@ -10,10 +10,11 @@ from .table import Table
 
 
 def rekeyed(state: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, given: Any) -> dict[str, Any]:
-    """``state`` with other keys; itself if it has them already. Members of groups are sorted.
+    """Return ``state`` with keys of ``key_type``, or ``state`` itself if it has them already. The values are shared.
 
-    ``model``: not wrapped. ``given``: its optimizer, or what that was made from; None: all its parameters.
-    Raises: ValueError for keys that are neither all names nor all numbers, or of no parameter.
+    The members of each group are sorted, as torch's function sorts them. ``model``: not wrapped. ``given``: its
+    optimizer, or the parameters or groups that the optimizer was made from; None: all parameters of ``model``.
+    Raises: ValueError for keys that are neither all names nor all numbers, and for a key that fits no parameter.
     """
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise ValueError(f"expected key_type to be an OptimStateKeyType, got {key_type!r}")

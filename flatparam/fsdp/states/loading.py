@@ -1,4 +1,7 @@
-"""What loads of all kinds have in common: which dtypes become which, and that all ranks load the same, or none."""
+"""Rules for all loads: which dtype may be loaded into which, and how ranks agree that all load the same, or nothing.
+
+State dicts, optimizer states, safetensors files and checkpoints use these. Nothing here writes a value.
+"""
 
 import hashlib
 from collections.abc import Callable, Container, Iterable
@@ -16,13 +19,13 @@ from ..unit.local_params import LocalParam, unit_paths
 from ..unit.unit import Unit
 from .safetensors_files import DTYPES, PACKED
 
-Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
+Values = dict[str, tuple[Unit | None, str]]  # FQN -> (its unit, or None; a digest of the value to be loaded)
 
 
 def note_filled(module: nn.Module, names: Container[str], name_of: Callable[[str], str] = clean_tensor_name) -> None:
-    """Let the units in ``module`` know that their parameters called ``names`` have values.
+    """After a load: note in the units of ``module`` that the parameters in ``names`` have values, equal on all ranks.
 
-    ``name_of``: gives each name in ``module`` the one that it has in ``names``.
+    ``name_of``: maps a name in ``module`` to the name that ``names`` uses.
     """
     for unit, paths in unit_paths(module).items():
         others = unit.without(partial(_is_in, names, name_of, paths))
@@ -35,14 +38,14 @@ def _is_in(names: Container[str], name_of: Callable[[str], str], paths: list[str
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """A value of one kind is never converted to another."""
+    """Return the kind of ``dtype``: floating, complex or integer (bool too). No load converts between kinds."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Whether what a file has in ``source`` (None: torch has no such) may be loaded into ``dtype``.
+    """Whether values of dtype ``source`` in a file may be loaded into ``dtype``. ``source`` None: unknown to torch.
 
-    torch converts no packed numbers.
+    Packed numbers and integers need the same dtype: torch cannot convert the first, and the second could overflow.
     """
     packed = DTYPES.get(PACKED)
     if source == dtype or source is None or packed in (source, dtype):
@@ -51,19 +54,26 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
 
 
 def units_by_name(held: Iterable[LocalParam]) -> dict[str, Unit]:
-    """The unit of each parameter that has one, by its names in the unwrapped model."""
+    """Map each FQN of the unwrapped model to its unit. Parameters without a unit are left out."""
     return {name: one.unit for one in held if one.unit is not None for name in one.names}
 
 
 def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Values) -> None:
-    """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other ``values``."""
+    """Let all ranks that share a unit agree that ``what`` may go on. A collective call over the units' groups.
+
+    ``error``: why this rank cannot load, or None. ``values``: digests of the values that it would load; each group
+    compares the values of its units, and those without a unit. A rank that has failed, or fails to agree, is reported
+    over all its groups, so that no rank loads alone.
+    Raises: RuntimeError on all these ranks, naming the first rank that failed or differs, and the parameter.
+    """
     me = dist.get_rank() if dist.is_initialized() else 0
     failed = (me, error, None) if error is not None else None
     groups: dict[int, tuple[Any, set[Unit]]] = {}
     for unit in units:
         for group in unit.options.placement.compared:
             groups.setdefault(id(group), (group, set()))[1].add(unit)
-    for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
+    # Twice: a failure that a rank hears of in a later group reaches the earlier groups too
+    for group, sharing in [*groups.values(), *groups.values()]:
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
         digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()
         everyone = gather_objects(SetupCollective.LOADS, failed or (me, None, digest), group)

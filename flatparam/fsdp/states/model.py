@@ -1,4 +1,9 @@
-"""The wrapper's state dicts: whole, sharded by rows, or local."""
+"""The wrapper's ``state_dict`` and ``load_state_dict``: full, sharded by rows, or local.
+
+torch's own recursion over modules saves and loads; this gathers a unit before it and cuts or drops its entries after
+it. Entries are made in `entries.py`, rows in `rows.py`. A load copies the shards first (`snapshot.py`), loads, and then
+compares with the other ranks (`loading.py`): after a failure on any rank all ranks restore the copies.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +51,30 @@ from .ungathered import is_ungathered
 from .validate import checked_values
 from .values import copy_of, dtype_of, same, shape_of
 
-# What units gave before the one that holds them was gathered: by the unit's id and where it is to go
+# (id of the wrapper, prefix) -> its entries. An inner unit is saved before the outer one is gathered, so that only one
+# unit has memory at a time; torch's recursion then finds the entries here.
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
 
 
 class ModelStates(Kinds):
     """The part of the wrapper that saves and loads parameters and buffers."""
 
-    _watched: _Watched | None = None  # while its module loads
-    _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # of the load that has ended last
+    _watched: _Watched | None = None  # only between before_load and after_load of this unit
+    _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # the last load's values
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Parameters and buffers under the names of the unwrapped model, in the form that ``state_dict_type`` says.
 
-        A collective call, but for LOCAL_STATE_DICT. Units are gathered one after the other, so it takes the memory of
-        one unit beside the result. FULL: every parameter whole, in its own precision. SHARDED: rows of it, a DTensor
-        where the unit was made with a device mesh, else a ShardedTensor. LOCAL: each flat parameter as a ShardedTensor,
-        whose shard is the parameter's memory. What no unit shards is whole in all of them.
-        Raises: ValueError for FULL where ranks were wrapped with other values than each other, and none were loaded.
+        A collective call, except for LOCAL_STATE_DICT. Units are gathered one after the other: the peak memory is the
+        result and one unit.
+
+        - FULL: every parameter whole, in the dtype of its shard.
+        - SHARDED: this rank's rows of every parameter, as a DTensor if the unit was made with a device mesh, else as a
+          ShardedTensor.
+        - LOCAL: each flat parameter as a ShardedTensor that shares the shard's memory.
+
+        Parameters that no unit shards, and buffers, are whole in all three forms.
+        Raises: ValueError for FULL, if ranks were wrapped with different values and have loaded none since.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
@@ -80,7 +91,7 @@ class ModelStates(Kinds):
         if not already:
             self._check_idle_here("state_dict")
         kind = _kind(unit, self._settings.state_dict_type)
-        # other kinds are what a checkpoint may be read into
+        # Not for the other forms: their tensors may be the targets of a load, which ends the mismatch
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
             unit.check_not_mismatched("state_dict")
         config = self._settings.state_dict_config
@@ -105,7 +116,7 @@ class ModelStates(Kinds):
             metadata = getattr(destination, "_metadata", {})
             counts = len(destination), len(metadata)
             whole = kind is StateDictType.FULL_STATE_DICT
-            on_host = whole and to_cpu and unit.options.device is not None  # where the parameters are
+            on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
             with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
                 super().state_dict(**kwargs)
                 if kind is StateDictType.LOCAL_STATE_DICT:
@@ -118,19 +129,19 @@ class ModelStates(Kinds):
                 _ready.pop(key, None)
         for mapping, count in zip((destination, metadata), counts, strict=True):
             rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
-        if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT:  # buffers, and what no unit shards
+        if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT:  # buffers, and parameters that no unit shards
             for key in itertools.islice(reversed(destination), len(destination) - counts[0]):
                 value = destination[key]
                 if isinstance(value, Tensor) and not is_rows(value) and value.device.type not in ("cpu", "meta"):
                     destination[key] = value.to("cpu")
-        for name, dtype in self._buffer_dtypes.items():  # that are kept in a lower precision
+        for name, dtype in self._buffer_dtypes.items():  # these buffers are kept in a lower precision
             value = destination.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype != dtype:
                 destination[prefix + name] = value.to(dtype)
         return destination
 
     def _ungathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
-        """What the modules inside give now, under the names of the unwrapped model."""
+        """Return the entries that ``nn.Module`` makes from the current tensors, under the unwrapped model's names."""
         found = _empty() if destination is None else destination
         metadata = getattr(found, "_metadata", {})
         counts = len(found), len(metadata)
@@ -140,13 +151,13 @@ class ModelStates(Kinds):
         return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict in any of the forms; all ranks load all of it, or none anything. A collective call.
+        """Load a state dict in any of the three forms. All ranks load all of it, or none loads anything.
 
-        A whole one is the same on every rank; a sharded or local one was saved over the same ranks. Names in messages
-        are those of the unwrapped model. Until it is done this takes the bytes of this rank's shards, and of what no
-        unit manages, once more.
-        Raises: RuntimeError on every rank for keys, shapes or kinds of dtype that do not fit on one of them, and for
-        whole values that differ between ranks.
+        A collective call. A full state dict must be the same on every rank. A sharded or local one must have been saved
+        over the same ranks. Names in messages are those of the unwrapped model. Peak memory: until the load has ended,
+        a second copy of this rank's shards, and of the parameters and buffers that no unit manages.
+        Raises: RuntimeError on every rank, if keys, shapes or kinds of dtype do not fit on one of them, or if whole
+        values differ between ranks. The model then has its values from before.
         """
         if is_ungathered():
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -179,7 +190,7 @@ class ModelStates(Kinds):
             before.restore()
             raise (told if error is None else error) from None
         finally:
-            error = None  # it has this frame, which has the values from before
+            error = None  # its traceback holds this frame, and with it the copies in `before`
         return result
 
     def _end_loadings(self, keeps: bool) -> None:
@@ -188,14 +199,14 @@ class ModelStates(Kinds):
             pass
 
     def _end_loading(self, keeps: bool = True) -> None:
-        """``keeps``: what was loaded; else the shards stay as they are."""
+        """End the gather of this unit's load, if there is one. ``keeps``: write the loaded values into the shard."""
         if not keeps:
             self._watched, self._written = None, {}
         if self._loading is not None:
             self._loading.leave(keeps)
             self._loading = None
 
-    # Names of torch 1.12
+    # Methods of torch 1.12's class
 
     def _local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         with self.state_dict_type(self, StateDictType.LOCAL_STATE_DICT):
@@ -215,7 +226,7 @@ class ModelStates(Kinds):
 
 
 def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
-    """``kind``, but that what is not sharded is always whole."""
+    """Return ``kind``, or FULL with a warning for a unit with a flat parameter that is not sharded."""
     sharded = all(flat_param.is_sharded for flat_param in unit.flat_params)
     if sharded or kind is StateDictType.FULL_STATE_DICT:
         return kind
@@ -232,13 +243,17 @@ def _empty() -> OrderedDict[str, Any]:
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """As torch comes to a unit: make the entries what the unit's modules have, and let them have it."""
+    """Hook that torch calls before it loads a unit: gather the unit, and make its entries fit the modules' tensors.
+
+    Local form needs no gather. Rows are gathered into whole tensors. ``after_load`` ends the gather; after an exception
+    ``load_state_dict`` of the outermost wrapper does.
+    """
     assert isinstance(module, ModelStates)
     put_units_in(state_dict, prefix)
     if is_ungathered():
         return
     unit, kind = module._unit, module._settings.state_dict_type
-    module._end_loading(keeps=False)  # of a module around this one: an exception has ended it
+    module._end_loading(keeps=False)  # left by a load that an exception of an outer module ended
     if unit.summoned is not None:
         return
     if kind is StateDictType.LOCAL_STATE_DICT and all(flat_param.is_sharded for flat_param in unit.flat_params):
@@ -255,7 +270,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     if rows or kind is StateDictType.SHARDED_STATE_DICT:
         _agree_on_rows_in(unit, state_dict, rows)
     _make_whole(unit, state_dict, rows)
-    on_host = unit.options.device is not None  # as the shards are
+    on_host = unit.options.device is not None  # the shards lie on the host
     loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
     loading.enter()
@@ -263,7 +278,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
-    """As torch has loaded a unit."""
+    """Hook that torch calls after it has loaded a unit: write the shard, and name keys as the unwrapped model does."""
     assert isinstance(module, ModelStates)
     watched, module._watched = module._watched, None
     if watched is not None and module._loading is not None:
@@ -279,10 +294,11 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
 
 
 class _Watched:
-    """Which parameters of a unit a load writes to, under whatever names: hooks of modules may rename entries.
+    """Finds out which parameters of a unit a load has written to.
 
-    Made when modules have the whole parameters. ``own``: the keys of values that were the parameters themselves.
-    ``state``: what is loaded. torch counts no write by ``.data``, so a parameter that has its value there counts too.
+    Keys do not tell: hooks of modules may rename entries. So it compares the tensors' version counters, from when the
+    modules show whole parameters until the load has ended. torch counts no write by ``.data``: a parameter that equals
+    its entry in ``state`` counts as written too. ``own``: the keys of entries that were the parameters themselves.
     """
 
     def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
@@ -292,7 +308,7 @@ class _Watched:
         self._before = [(place, *_version(place)) for original in originals for place in original.names]
 
     def outcome(self) -> tuple[list[ParamInfo], Values]:
-        """The parameters that were not written to; and by name a digest of each other one, and of what has a value."""
+        """Return the parameters that the load did not write, and digests of the values of the others by FQN."""
         now = {id(place): _version(place) for place, _, _ in self._before}
         changed = {
             id(place): now[id(place)][0]
@@ -317,7 +333,7 @@ class _Watched:
 
 
 def _has(param: Tensor, value: Any) -> bool:
-    """Whether ``value``, of a state dict, is that of ``param``, which may be in another dtype."""
+    """Whether ``param`` equals ``value``, an entry of a state dict, after a conversion to ``param``'s dtype."""
     if not isinstance(value, Tensor) or value.is_meta or param.is_meta:
         return False
     if not type(value.detach()) is type(param.detach()) is Tensor:  # a DTensor is compared with no plain tensor
@@ -332,7 +348,7 @@ def _version(place: Name) -> tuple[Tensor, int]:
 
 
 def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[ParamInfo]:
-    """The parameters that a local state dict has nothing for."""
+    """Return the parameters without an entry in ``state``, a local state dict after ``take_flat``."""
     if unit.options.use_orig_params:
         return unit.without(lambda fqn: prefix + fqn in state)
     named = zip(unit.flat_names(), unit.flat_params, strict=True)
@@ -340,7 +356,7 @@ def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Par
 
 
 def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[str, LocalParam, ParamInfo]]:
-    """The keys in ``state`` of rows of ``unit``'s parameters, each with the parameter: one object for all its names."""
+    """Return ``(key, parameter, original)`` for each entry in rows. Keys of a tied parameter share one LocalParam."""
     params: dict[int, LocalParam] = {}
     found = []
     for key, flat_param, original in own_names(unit, prefix):
@@ -353,9 +369,10 @@ def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[st
 
 
 def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
-    """Raises: RuntimeError on every rank, if ranks have other rows, or have them of other parameters, or they misfit.
+    """Check before the gather that all ranks of the unit have the same entries in rows. A collective call.
 
-    A hook of a module around the unit may have dropped or renamed some on one rank alone.
+    ``load_state_dict`` has compared the state dict, but a hook of an outer module may since have dropped or renamed
+    entries on one rank alone. Raises: RuntimeError on every rank, if entries differ or do not fit.
     """
 
     def checked() -> Iterator[tuple[str, LocalParam, Any]]:
@@ -367,7 +384,10 @@ def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str
 
 
 def _make_whole(unit: Unit, state: dict[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
-    """Replace ``rows`` in ``state``, which all ranks have. A collective call, if there are any."""
+    """Replace ``rows`` in ``state`` with whole tensors. A collective call, if ``rows`` is not empty.
+
+    ``rows`` are the same on all ranks: see ``_agree_on_rows_in``. One gather for each flat parameter and dtype.
+    """
     groups: dict[tuple[int, torch.dtype], dict[LocalParam, Any]] = {}
     names: dict[LocalParam, list[str]] = {}
     formed: dict[LocalParam, ParamInfo] = {}
@@ -403,7 +423,10 @@ def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _checked(key: str, flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
-    """``value``, which has rows; of one that ranks have whole what it is. Raises: StateError if it does not fit."""
+    """Return what ranks compare of ``value``, which ``is_rows``: itself, or a digest if this rank has all of it.
+
+    Raises: StateError naming ``key``, if shape or rows do not fit the parameter.
+    """
     shape = original.full_shape
     if shape_of(value) != shape:
         raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")

@@ -1,4 +1,8 @@
-"""The wrapper's functions for optimizer states, of torch 1.12 and 2."""
+"""The wrapper's functions for optimizer states, with the names and arguments of torch 1.12 and torch 2.
+
+Policy only: arguments, forms, and who communicates. `optimizer_saving.py` makes a state, `optimizer_loading.py` cuts
+one, `rows.py` and `from_rank0.py` bring the elements of a state that is not whole here. Nothing here changes a model.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,9 @@ OptimInput = Iterable[Any] | None
 class OptimizerStates:
     """The part of the wrapper that saves and loads optimizer states.
 
-    A state has ``"state"``, by names of the unwrapped model, and ``"param_groups"``. Tensors like a parameter have its
-    shape; what is the same for all of it is as the optimizer has it. Parameters without state are left out.
+    A state is a dict with ``"state"`` (FQN of the unwrapped model -> key -> value) and ``"param_groups"``. A tensor
+    with one element for each element of the parameter has the parameter's shape. Other values, as a step count, are as
+    the optimizer has them. Parameters without state are left out.
     """
 
     @staticmethod
@@ -46,10 +51,10 @@ class OptimizerStates:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The whole state on the host of rank 0 of ``group``, ``{}`` on the others; or on all. A collective call.
+        """Return the full state, on the host. ``rank0_only``: ``{}`` on all ranks of ``group`` but the first.
 
-        Extra memory is that of one unit's largest state tensor.
-        Raises: ValueError naming parameter and key for state that ranks do not have alike.
+        A collective call. Peak memory: the result, and one state tensor of the largest unit.
+        Raises: ValueError naming parameter and key, if ranks have different keys or values for a parameter.
         """
         return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
 
@@ -61,9 +66,9 @@ class OptimizerStates:
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The state in the form that ``state_dict_type`` says. A collective call.
+        """Return the state in the form that ``state_dict_type`` chooses. A collective call.
 
-        ``optim_state_dict``: what ``optim.state_dict()`` gave; None: what it gives now.
+        ``optim_state_dict``: an earlier result of ``optim.state_dict()``; None: call it now.
         """
         settings = settings_of(model)
         config = settings.optim_state_dict_config
@@ -78,9 +83,9 @@ class OptimizerStates:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The state with rows of each tensor on each rank: as SHARDED_STATE_DICT has parameters. A collective call.
+        """Return the state with this rank's rows of each tensor, as SHARDED_STATE_DICT has parameters.
 
-        Raises: ValueError naming parameter and key for state that ranks do not have alike.
+        A collective call. Raises: ValueError naming parameter and key, if ranks have different keys or values.
         """
         return _sharded(model, optim, optim.state_dict(), to_cpu=False)
 
@@ -89,9 +94,9 @@ class OptimizerStates:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a sharded state, saved over the same ranks. A collective call.
+        """Convert a sharded state, saved over the same ranks, for this rank's ``optim.load_state_dict``.
 
-        Raises: ValueError naming parameter and key for what does not fit, on all ranks.
+        A collective call. Raises: ValueError naming parameter and key, on all ranks, if the state does not fit on one.
         """
         table = Table(model)
         fetch = _rows_of(table, sharded_optim_state_dict)
@@ -105,9 +110,9 @@ class OptimizerStates:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a full state, which every rank has. No communication.
+        """Convert a full state, which every rank must have, for this rank's ``optim.load_state_dict``.
 
-        Raises: ValueError naming parameter and key for what does not fit.
+        No communication. Raises: ValueError naming parameter and key, if the state does not fit.
         """
         table = Table(model)
         full = plain_state(table, full_optim_state_dict)
@@ -122,9 +127,9 @@ class OptimizerStates:
         optim: Any = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The same of a state that only rank 0 of ``group`` has; the others pass None. A collective call.
+        """Convert a full state that only the first rank of ``group`` has. The others pass None. A collective call.
 
-        ``optim`` may be the group, as with torch 1.12.
+        Returns: the state for this rank's ``optim.load_state_dict``. ``optim`` may be the group, as with torch 1.12.
         """
         if isinstance(optim, dist.ProcessGroup):
             optim, group = None, optim
@@ -141,9 +146,9 @@ class OptimizerStates:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A full state with names for keys, or with the numbers that the optimizer of the unwrapped ``model`` has.
+        """Return a full state with FQNs for keys, or with the numbers that the optimizer of the unwrapped model uses.
 
-        The same object, if it has these keys. Raises: ValueError for keys of both kinds, or of no parameter.
+        The same object, if it has these keys already. Raises: ValueError for keys of both kinds, or of no parameter.
         """
         return rekeyed(
             optim_state_dict, optim_state_key_type, model, optim if optim is not None else _warned(optim_input)
@@ -159,13 +164,14 @@ class OptimizerStates:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a state in the form that ``state_dict_type`` says.
+        """Convert a state in the form that ``state_dict_type`` chooses, for this rank's ``optim.load_state_dict``.
 
-        With ``rank0_only`` a collective call, in which rank 0 has the state. ``load_directly``: load it, too.
-        Raises: ValueError naming parameter and key for what does not fit; then nothing is changed.
+        A collective call for sharded and local forms, and with ``rank0_only``, where only rank 0 needs the state.
+        ``load_directly``: also load it. Raises: ValueError naming parameter and key, if the state does not fit; the
+        optimizer is then unchanged.
         """
         first: Any = model
-        if isinstance(first, Mapping):  # torch 2.0 has it first
+        if isinstance(first, Mapping):  # the order of arguments in torch 2.0
             model, optim, optim_state_dict = optim, optim_state_dict, first  # type: ignore[assignment]
         settings, table = settings_of(model), Table(model)
         full: Mapping[str, Any] = optim_state_dict
@@ -236,7 +242,7 @@ def _sharded(
 
 
 def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:
-    """The fetches of a sharded state. Raises: RuntimeError on every rank, if it does not fit on one of them."""
+    """Return the ``Fetch`` of a sharded state. Raises: RuntimeError on every rank, if it does not fit on one."""
     agree_on_rows("optim_state_dict_to_load", table.units, _checked(table, state.get("state", {})))
     return from_rows(table, state.get("state", {}))
 

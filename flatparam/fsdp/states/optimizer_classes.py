@@ -1,4 +1,8 @@
-"""Of which class an optimizer is, and whether a state that was saved can be its own."""
+"""Compare the class of an optimizer with a saved state, which may be of another class.
+
+Loading Adam's state into SGD would train wrong in silence. Old states do not name their class, so this looks at their
+settings and keys. Optimizer loads and checkpoints call it; it knows no ranks and no tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import Any
 
 import torch
 
-# What each class of torch keeps for every parameter that it steps: a state that has others' alone is another's
+# Class of torch -> a key that it keeps for every parameter. A state with another class's key and without this one is
+# of another class.
 KEPT = {
     "ASGD": "ax",
     "Adadelta": "acc_delta",
@@ -24,16 +29,16 @@ KEPT = {
     "SGD": "momentum_buffer",
 }
 _ALL_KEPT = frozenset(KEPT.values())
-_INSIDE = ("optimizer", "_optimizer")  # where accelerate's and Lightning's wrappers have what they wrap
+_INSIDE = ("optimizer", "_optimizer")  # attributes of accelerate's and Lightning's wrappers: the inner optimizer
 _TORCHS = "torch.optim"
-# Numbers in groups of any class: their parameters, and what torch's schedulers put there
+# Settings in groups of any class: the parameters, and the settings that torch's schedulers add
 _OF_ANY = ("params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 def class_of(optimizer: Any) -> str:
-    """The name of its class: torch's, if it is of one, also by inheritance or in a wrapper; else its own.
+    """Return the name of the class of torch that ``optimizer``, or the one in its wrapper, inherits from; else its own.
 
-    Two optimizers of one such class keep the same for a parameter, whatever their settings (``fused``, ``foreach``).
+    Optimizers with one name keep the same keys for a parameter, whatever their settings (``fused``, ``foreach``).
     """
     kind = type(_inner(optimizer))
     for base in kind.__mro__:
@@ -52,9 +57,9 @@ def _inner(optimizer: Any) -> Any:
 
 
 def why_not(optimizer: Any, settings: Iterable[Mapping[str, Any]], keys: Mapping[str, Iterable[str]]) -> str | None:
-    """Why what was saved of an optimizer of an unknown class is not one's of ``optimizer``'s; None: it may be.
+    """Return why a saved state cannot come from ``optimizer``'s class, or None if it may. The saved class is unknown.
 
-    ``settings``: those of its groups; ``keys``: of its states, by the parameter's name.
+    ``settings``: of each saved group; ``keys``: FQN -> the keys of its saved state.
     """
     kind = class_of(optimizer)
     defaults = getattr(_inner(optimizer), "defaults", {})
@@ -68,7 +73,7 @@ def why_not(optimizer: Any, settings: Iterable[Mapping[str, Any]], keys: Mapping
 
 
 def lacks_state(optimizer: Any, keys: Mapping[str, Iterable[str]]) -> str | None:
-    """The same for states alone."""
+    """Return which state lacks the key that ``optimizer``'s class keeps, or None. As ``why_not``, from states alone."""
     kind = class_of(optimizer)
     needed = KEPT.get(kind.removeprefix(f"{_TORCHS}.")) if _steps_as_torch(_inner(optimizer)) else None
     for name, found in keys.items() if needed is not None else ():
@@ -79,7 +84,7 @@ def lacks_state(optimizer: Any, keys: Mapping[str, Iterable[str]]) -> str | None
 
 
 def _steps_as_torch(optimizer: Any) -> bool:
-    """Whether its ``step`` is of a class of torch: a subclass with one of its own keeps its own state."""
+    """Whether ``step`` is inherited from torch. A subclass that overrides it may keep other state."""
     step = getattr(type(optimizer), "step", None)
     return getattr(inspect.unwrap(step), "__module__", "").startswith(_TORCHS) if callable(step) else False
 

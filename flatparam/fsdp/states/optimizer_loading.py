@@ -1,6 +1,8 @@
-"""A state of the unwrapped model's optimizer, cut into what this rank's optimizer keeps.
+"""Cut a state of the unwrapped model's optimizer into the state of this rank's optimizer.
 
-Everything is checked before anything is cut: the checks see shapes and dtypes, which all ranks know alike.
+``cut`` checks all of the state before it fetches the first tensor. The checks use only shapes, dtypes and small values,
+which all ranks have alike: all ranks raise, or all come to the same fetches. A ``Fetch`` brings the elements:
+``from_here`` from memory, `rows.py` by all-gathers, `from_rank0.py` by broadcasts. The optimizer is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from ..unit.local_params import LocalParam
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, classify, same
 
-# fetch(number of the flat parameter, key, dtype, parameters): the elements of each that are here, 1-D, in memory order
+# fetch(number of the flat parameter, key, dtype, parameters) yields (parameter, its elements on this rank: 1-D, in
+# memory order). It may be a collective call.
 Fetch = Callable[[int, str, torch.dtype, list[LocalParam]], Iterator[tuple[LocalParam, Tensor]]]
 
 
@@ -37,12 +40,13 @@ def cut(
     own: Any = None,
     named: bool = False,
 ) -> dict[str, Any]:
-    """``full``, an optimizer's state dict by names of the unwrapped model, as this rank's optimizer loads it.
+    """Return ``full``, a state by FQNs of the unwrapped model, for ``load_state_dict`` of this rank's optimizer.
 
-    Args: ``full``: tensors in it may be what ``described`` gives: ``fetch`` brings their values. ``groups``: what the
-    optimizer steps; ``own``: its own ``param_groups``, which the result has the order of; None: those of ``full``;
-    ``named``: keys are names, not numbers.
-    Raises: ValueError naming parameter and key.
+    Args: ``full``: may have the results of ``described`` in place of tensors. ``groups``: the tensors that the
+    optimizer steps. ``fetch``: brings the elements. ``own``: the optimizer's ``param_groups``: the result has their
+    order; None: the order of the groups in ``full``. ``named``: the result's keys are names, else numbers.
+    Raises: ValueError naming parameter and key, before the first fetch. Warns of parameters without state, and of keys
+    that are no parameters.
     """
     keys = table.keys(groups, named)
     stepped = [one for one in table.all_stepped() if one in keys]  # in the same order on all ranks
@@ -88,9 +92,9 @@ def _warn_of_missing(groups: list[list[SteppedParam]], plan: Mapping[SteppedPara
 
 
 def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
-    """What to say of parameters that begin without state beside others of their group that go on with theirs.
+    """Return a warning about a group in which some parameters have state and others have none; None: no warning.
 
-    ``group``: of each tensor that the optimizer steps, the parameters in it, and whether it has state. None: nothing.
+    ``group``: for each tensor that the optimizer steps, ``(FQNs of its parameters, whether the state has it)``.
     """
     group = list(group)
     lacking = [f"`{name}`" for names, has in group if not has for name in names]
@@ -105,7 +109,7 @@ def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
 
 
 def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
-    """What ``state`` has of the model's parameters, each under the first of its names."""
+    """Map the first FQN of each parameter to its state. ``state`` may use any of its FQNs; other keys are left out."""
     found: dict[str, Mapping[str, Any]] = {}
     for name, values in state.items():
         if name in table.by_name:
@@ -114,7 +118,7 @@ def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[s
 
 
 def _plan(one: SteppedParam, state: dict[str, Described]) -> Described | None:
-    """What ``one`` shall have. Raises: ValueError for parameters of one flat one that differ."""
+    """Return the state that ``one`` gets; None: none. Raises: StateError if parameters of one flat parameter differ."""
     having = [param for param in one.params if param.name in state]
     if not having:
         return None
@@ -149,7 +153,7 @@ def _plan(one: SteppedParam, state: dict[str, Described]) -> Described | None:
 
 
 def _own(value: Any, one: SteppedParam) -> Any:
-    """A copy of what is not cut."""
+    """Return the initial value for one key of ``one``: zeros or None where elements are fetched later, else a copy."""
     if isinstance(value, Like):
         return torch.zeros(one.shape, dtype=value.dtype) if one.is_flat else None
     if isinstance(value, Scalar):
@@ -171,9 +175,10 @@ def _put(values: dict[str, Any], key: str, one: SteppedParam, param: LocalParam,
 def _param_groups(
     table: Table, given: list[dict[str, Any]], groups: list[list[SteppedParam]], keys: dict[SteppedParam, Any], own: Any
 ) -> list[dict[str, Any]]:
-    """What no unit manages may be in no group of ``given``; then it is in none of the result.
+    """Return the param_groups of the result. ``given``: those of the state; ``own``: the optimizer's, or None.
 
-    Raises: ValueError naming a parameter for groups that are cut otherwise.
+    A parameter that no unit manages may be missing in ``given``: it is then left out of the result.
+    Raises: ValueError naming a parameter, if the optimizer's groups split or join groups of ``given``.
     """
     group_of: dict[str, int] = {}
     for number, group in enumerate(given):
@@ -217,7 +222,7 @@ def _param_groups(
 
 
 def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
-    """Of a state that is whole on this rank. No communication."""
+    """Return the ``Fetch`` for a state that is whole on this rank. No communication."""
     whole = by_first_name(table, state)
 
     def fetch(
@@ -231,5 +236,5 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
 
 
 def piece_of(param: LocalParam, whole: Tensor) -> Tensor:
-    """The elements that are here of a whole tensor like ``param``, 1-D, in memory order."""
+    """Return this rank's elements of ``whole``, which has ``param``'s shape: 1-D, in ``param``'s memory order."""
     return in_order(whole.detach(), param.stride).narrow(0, param.start, param.numel)

@@ -1,6 +1,7 @@
-"""Optimizer states as the unwrapped model's optimizer would have them: whole, or in rows.
+"""Make the state of the unwrapped model's optimizer, full or in rows, from the states of all ranks' optimizers.
 
-What ranks hold is told in one exchange of small objects; then there is one gather a unit and key.
+First one exchange for each group of ranks: keys, dtypes and small values. All ranks check it and raise alike. Then one
+all-gather for each flat parameter and key, in an order that all ranks know from the exchange. `optimizer.py` calls it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from .entries import Take
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
 
-Place = tuple[int, int]  # which flat parameter, which original; -1: all of them
-_NOTHING = "nothing"  # of a parameter lies on a rank
+Place = tuple[int, int]  # (number of the flat parameter, number of the original in it; -1: all of them)
+_NOTHING = "nothing"  # told for a parameter without elements on that rank
 
 
 class Sink(NamedTuple):
-    """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
+    """How results are made. ``take``: copies a gathered tensor, whose memory is then freed or used again.
+
+    ``to_cpu``: copy the tensors that are not gathered to the host.
+    """
 
     take: Take
     to_cpu: bool
@@ -38,10 +42,10 @@ class Sink(NamedTuple):
 def unsharded_state(
     table: Table, given: Mapping[str, Any], groups: list[list[SteppedParam]], sink: Sink | None
 ) -> dict[str, Any]:
-    """``given``, an optimizer's state dict, by names of the unwrapped model, tensors as ``sink`` gives them.
+    """Return ``given``, this rank's ``optim.state_dict()``, by FQNs of the unwrapped model. A collective call.
 
-    A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
-    Raises: ValueError naming parameter and key, on all ranks that share the parameter.
+    ``groups``: the tensors that the optimizer steps. ``sink``: None on a rank that wants no result: it takes part in
+    the gathers and returns ``{}``. Raises: ValueError naming parameter and key, on all ranks that share the parameter.
     """
     settle(flat_param for flat_param in table.flat_params if not flat_param.is_sharded)
     state = given.get("state", {})
@@ -92,7 +96,7 @@ def _states(table: Table, held: dict[SteppedParam, Mapping[str, Any]], sink: Sin
 
 
 def _own(value: Any, held: Any, sink: Sink, param: LocalParam) -> Any:
-    """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
+    """Return a copy of a value that is not gathered: of ``held``, this rank's tensor, else of ``value``, as sent."""
     if isinstance(held, Tensor) and isinstance(value, Like) and param.shard_slice is not None:
         held = param.original.formed(held)
     if isinstance(held, Tensor):
@@ -107,7 +111,7 @@ def _described(one: SteppedParam, values: Mapping[str, Any], unlike: set[str]) -
 def _agreed(
     table: Table, at: dict[Place, SteppedParam], held: dict[SteppedParam, Mapping[str, Any]], unlike: set[str]
 ) -> dict[Place, Described]:
-    """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
+    """Return the descriptions of sharded parameters' states, in the same order on all ranks. A collective call."""
     groups: dict[int, tuple[Any, set[int]]] = {}
     for number, flat_param in enumerate(table.flat_params):
         if flat_param.is_sharded:
@@ -115,12 +119,12 @@ def _agreed(
     result: dict[Place, Described] = {}
     for group, numbers in groups.values():
         mine: dict[Place, Described | None] = {}
-        share: dict[Any, Any] = {}  # equal descriptions are told once
+        share: dict[Any, Any] = {}  # one object for equal descriptions: pickle sends it once
         for place, one in at.items():
             if place[0] not in numbers:
                 continue
             if not one.is_here:
-                continue  # what an optimizer may keep of nothing is no state of the parameter
+                continue  # the optimizer may keep state for an empty slice: ignore it
             if one in held:
                 values = _described(one, held[one], unlike)
                 is_small = all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
@@ -135,7 +139,10 @@ def _agreed(
 
 
 def _merged(one: SteppedParam, ranks: list[int], everyone: list[Any]) -> Described:
-    """What the ranks have of one parameter. None: a rank that holds a part of it has no state."""
+    """Return the description that all ranks agree on. ``everyone``: by rank a description, None, or ``_NOTHING``.
+
+    None: the rank has elements of the parameter and no state for them. Raises: StateError if ranks differ.
+    """
     name = one.params[0].name
     first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
     for rank, other in zip(ranks, everyone, strict=True):
@@ -179,7 +186,7 @@ def _gather(
     sink: Sink | None,
     result: dict[str, dict[str, Any]],
 ) -> None:
-    """Gather one key of a flat parameter, and give each parameter its part."""
+    """All-gather one key of a flat parameter, and put each parameter's part into ``result``. A collective call."""
     if members[0].is_flat and members[0].is_here:
         shard = held[members[0]][key].detach()
     elif flat_param.is_sharded:
@@ -188,7 +195,7 @@ def _gather(
             if one in held and one.is_here:
                 one.params[0].piece_of(shard).copy_(held[one][key])
     else:
-        return  # it is whole, and was copied
+        return  # not sharded: _own has copied it
     whole = flat_param.gather(shard)
     if sink is None:
         return

@@ -1,6 +1,9 @@
-"""Sharded states: each rank has rows of a parameter, as ``torch.chunk`` cuts them; and back, a gather a unit and key.
+"""Sharded form: cut a whole tensor into this rank's rows, and gather whole tensors from the rows of all ranks.
 
-Rows are of a ``DTensor`` where the unit was made with a device mesh, else of a ``ShardedTensor``.
+Rows are cut along the first dimension as ``torch.chunk`` cuts them: a rank has ``ceil(rows / ranks)`` rows, the last
+ranks fewer or none. They are a ``DTensor`` if the unit was made with a device mesh, else a ``ShardedTensor``.
+`model.py` and `optimizer.py` call this. A tensor that torch's tensor parallelism has split already goes through its
+extension; such a tensor may be whole for this unit's ranks (``is_whole``).
 """
 
 from __future__ import annotations
@@ -41,23 +44,24 @@ from .optimizer_loading import Fetch, by_first_name, piece_of
 from .table import Table
 from .values import Like, copy_of, dtype_of, shape_of
 
-_places: weakref.WeakKeyDictionary[DeviceMesh, dict[int, list[int]]] = weakref.WeakKeyDictionary()  # of ranks in them
+# mesh -> rank -> its place in each dimension
+_places: weakref.WeakKeyDictionary[DeviceMesh, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 
 
 def is_rows(value: Any) -> bool:
-    """Whether ``value`` is a tensor of which ranks have parts."""
+    """Whether ``value`` is a ShardedTensor or a DTensor."""
     return isinstance(value, ShardedTensor | DTensor)
 
 
 def has_rows(shape: tuple[int, ...], flat_param: FlatParam | None) -> bool:
-    """Whether a sharded state has rows of such a parameter, or all of it on each rank."""
+    """Whether a parameter of ``shape`` is cut into rows. Scalars, empty and unsharded ones are whole on each rank."""
     return flat_param is not None and flat_param.is_sharded and bool(shape) and math.prod(shape) > 0
 
 
 def cut_rows(flat_param: FlatParam, original: ParamInfo, whole: Tensor, *, to_cpu: bool) -> Any:
-    """This rank's rows of a whole tensor, with memory of their own.
+    """Return a copy of this rank's rows of ``whole``, or of all of it where ``has_rows`` is false.
 
-    No communication, but for an extension's over other ranks.
+    No communication by flatparam. An extension may communicate, over the ranks of its own mesh dimension.
     """
     whole, placement = whole.detach(), flat_param.placement
     if not has_rows(tuple(whole.shape), flat_param):
@@ -88,18 +92,18 @@ def cut_rows(flat_param: FlatParam, original: ParamInfo, whole: Tensor, *, to_cp
 
 
 def is_whole(original: ParamInfo, value: Any) -> bool:
-    """Whether a DTensor is all of ``original``, which is one over other ranks than the unit's."""
+    """Whether ``value`` is a DTensor on ``original``'s own mesh, whose ranks are not the unit's: it is not cut here."""
     mesh = None if original.form is None else getattr(original.form.kept, "mesh", None)
     return isinstance(value, DTensor) and value.device_mesh == mesh
 
 
 def whole_by(extension: FSDPExtensions, flat_param: FlatParam, value: DTensor) -> Tensor:
-    """The opposite of what an extension has cut: the plain tensor that a rank has of it. A collective call."""
+    """Gather a DTensor that ``extension`` has cut; return the plain tensor that a rank flattens. A collective call."""
     return _ext_all_gather_dtensor(value, flat_param.placement.mesh._get_root_mesh(), extension).detach()
 
 
 def without_extension(flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
-    """A ``ShardedTensor`` as flatparam cuts it, of one that an extension has cut. Others as they are."""
+    """Convert a ``ShardedTensor`` that an extension has cut to flatparam's cut. Return other values unchanged."""
     extension = flat_param.extension_of(original)
     if extension is None or not isinstance(value, ShardedTensor):
         return value
@@ -107,7 +111,11 @@ def without_extension(flat_param: FlatParam, original: ParamInfo, value: Any) ->
 
 
 def _splits(flat_param: FlatParam) -> list[Any]:
-    """How a mesh's dimensions have a tensor: over all of them, if that many ranks share the shard, or the last one."""
+    """Return the placements of rows on the unit's mesh, one for each of its dimensions.
+
+    If all ranks of the mesh share the flat parameter, all dimensions split it; else the last one splits it and the
+    others replicate it (HYBRID_SHARD).
+    """
     mesh = flat_param.placement.mesh
     if mesh.size() == flat_param.placement.shards:
         return [Split(0)] * mesh.ndim
@@ -115,7 +123,7 @@ def _splits(flat_param: FlatParam) -> list[Any]:
 
 
 def _cuts_of(flat_param: FlatParam, rank: int) -> list[tuple[int, int]]:
-    """``(into how many parts, which of them)``, one cut after the other, for a rank counted in the world."""
+    """Return the cuts of rows in order, each ``(number of parts, this part)``, for ``rank``, a global rank."""
     placement = flat_param.placement
     if placement.mesh is None:
         return [(placement.shards, dist.get_group_rank(placement.optim, rank))]  # type: ignore[arg-type]
@@ -127,7 +135,7 @@ def _cuts_of(flat_param: FlatParam, rank: int) -> list[tuple[int, int]]:
 
 
 def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
-    """``[first, last)`` of so many."""
+    """Return ``(first, last)``, last excluded: the rows that ``cuts`` leave of ``rows`` rows."""
     first, last = 0, rows
     for parts, number in cuts:
         length = -(-(last - first) // parts)
@@ -181,9 +189,11 @@ def _check_rows_of_slice(name: str, flat_param: FlatParam, original: ParamInfo, 
 
 
 def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, LocalParam, Any]]) -> None:
-    """Raises: RuntimeError on every rank for what ``checked`` raises on one of them, and where its values differ.
+    """Compare the entries of a sharded state over the ranks of ``units``, before a gather. A collective call.
 
-    ``checked``: what a state has under a name for a parameter; of tensors shape and dtype count, and strings.
+    ``checked``: yields ``(name, parameter, entry)`` and raises if an entry does not fit. Ranks compare names; of a
+    tensor also shape, dtype and whether it ``is_rows``; of a string the text; of others the type.
+    Raises: RuntimeError on every rank, if ``checked`` raises on one of them or entries differ.
     """
     said: str | None = None
     values: Values = {}
@@ -199,7 +209,7 @@ def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Loc
 
 
 def local_rows(value: Any) -> Tensor | None:
-    """The rows that this rank has; None: none."""
+    """Return this rank's rows of a ShardedTensor or DTensor; None: the ShardedTensor has no shard here."""
     if isinstance(value, DTensor):
         return value.to_local()
     shards: list[Shard] = value.local_shards()
@@ -210,7 +220,7 @@ def local_rows(value: Any) -> Tensor | None:
 def gathered_rows(
     flat_param: FlatParam, values: Mapping[LocalParam, Any], dtype: torch.dtype
 ) -> Iterator[tuple[LocalParam, Tensor]]:
-    """Whole tensors of rows that all ranks have. A collective call; each tensor is a view of what it gathered."""
+    """All-gather rows of several parameters at once; yield ``(parameter, a new whole tensor)``. A collective call."""
     group = flat_param.placement.optim
     assert group is not None
     cuts = [_cuts_of(flat_param, rank) for rank in dist.get_process_group_ranks(group)]
@@ -238,7 +248,10 @@ def gathered_rows(
 
 
 def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with plain tensors of values in a form; ``Like`` stands for rows that were cut so."""
+    """Return ``full`` with plain tensors in place of DTensors of parameters that have a form: checks see local shapes.
+
+    Rows that an extension has cut become a ``Like``; ``from_rows`` fetches them from ``full``.
+    """
     state = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)
@@ -259,7 +272,7 @@ def _plain(original: ParamInfo, extension: FSDPExtensions | None, value: Any) ->
 
 
 def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
-    """Of a sharded state, which ``cut`` takes. The fetches are collective calls."""
+    """Return the ``Fetch`` for ``cut`` from a sharded state. Each fetch with rows is a collective call."""
     whole = by_first_name(table, state)
 
     def fetch(

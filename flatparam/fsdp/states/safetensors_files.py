@@ -1,8 +1,9 @@
-"""Files in the safetensors format: headers checked before anything is read, ranges of elements read into tensors.
+"""Read files in the safetensors format: check the header first, then read ranges of elements into tensors.
 
-A file is eight bytes with the length of the header (little-endian), the header (JSON: name -> dtype, shape and the
-range of bytes behind the header), and the data, row-major, without holes. An index is JSON whose ``weight_map`` tells
-the file of each name.
+A file has three parts: eight bytes with the length of the header (little-endian); the header, JSON that maps each name
+to dtype, shape and byte range after the header; the data, row-major, without holes. An index is a JSON file whose
+``weight_map`` maps each name to its file. Files come from anywhere: no number in them is used before it is checked.
+This knows no models and no ranks. Loads of safetensors and checkpoints call it.
 """
 
 import collections
@@ -26,11 +27,11 @@ from ..names import printable
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-MOST_DIMS = 64  # of a tensor of torch
+MOST_DIMS = 64  # torch's limit
 CHUNK_BYTES = 2**20
-SLAB_BYTES = 2**22  # read at once where a box is no run of the file
-_SAMPLES, _SAMPLE_BYTES = 5, 1024  # of each tensor, to compare with other ranks' files
-PACKED = "F4"  # files count numbers, torch pairs of them: a row of a file has twice the numbers of torch's
+SLAB_BYTES = 2**22  # read at most so many bytes at once for a box whose elements are not contiguous in the file
+_SAMPLES, _SAMPLE_BYTES = 5, 1024  # digested of each tensor, to compare the files of ranks
+PACKED = "F4"  # two numbers a byte: a file's shape counts numbers, torch's shape counts bytes
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
@@ -47,20 +48,24 @@ DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasa
 
 
 class FileError(ValueError):
-    """A file that is not what it should be; the message names it."""
+    """A file is not in the safetensors format, or not a file. The message names it."""
 
     def __init__(self, message: str):
         super().__init__(printable(message))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, for as long as that lives."""
+    """Return the memory of a contiguous tensor on the host, borrowed: the caller keeps the tensor alive."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_uint8 * size).from_address(tensor.data_ptr())).cast("B")
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: ``dtype`` None where torch has none of this name; ``begin``: its first byte in the file."""
+    """One tensor in an open file. ``dtype``: None if torch does not know ``dtype_name``.
+
+    ``begin``: the position of its first byte in the file. ``descriptor``: borrowed from the ``Files`` or the stack that
+    opened it.
+    """
 
     path: Path
     descriptor: int
@@ -87,7 +92,10 @@ class Entry(NamedTuple):
                 out.narrow(0, done, count).copy_(into if raw is self.dtype else into != 0)
 
     def read_box(self, begin: int, out: Tensor) -> None:
-        """Read a box, of ``out``'s shape, whose first element is number ``begin``. Raises: FileError, OSError."""
+        """Read the box of ``out``'s shape whose first element is element number ``begin`` of the tensor, row-major.
+
+        Raises: FileError, OSError.
+        """
         strides = row_major(self.shape)
         span = span_of(out.shape, strides)
         if span == out.numel() and out.is_contiguous():
@@ -112,10 +120,10 @@ class Entry(NamedTuple):
 
 
 class Files:
-    """The tensors of some files by name, open until ``close()``.
+    """The tensors of one or more files: ``entries`` maps names to them. The files stay open until ``close()``.
 
-    Args: ``where``: a file, an index, a folder that holds one under its usual name, or several files.
-    Raises: FileError for what is not in the format, naming the file; OSError.
+    Args: ``where``: a file, an index, a folder with one of them under its usual name, or several files.
+    Raises: FileError naming the file, if it is not in the format; OSError. No file is left open then.
     """
 
     def __init__(self, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]):
@@ -135,7 +143,7 @@ class Files:
 
     @property
     def digest(self) -> str:
-        """The same for files with the same headers, in any order, of which the same names are taken."""
+        """A hash of the headers and of the names in ``entries``, whatever the order of the files. No values."""
         parts = [*sorted(self._headers), *sorted(name.encode("utf-8", "surrogatepass") for name in self.entries)]
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
@@ -154,7 +162,7 @@ class Files:
 
 
 def sample_of(entry: Entry) -> str:
-    """A digest of a few KiB of a tensor."""
+    """Return a digest of up to five samples of one KiB. Raises: OSError."""
     size = math.prod(entry.shape) * (entry.dtype.itemsize if entry.dtype is not None else 1)
     last = max(0, size - _SAMPLE_BYTES)
     digest = hashlib.sha256()
@@ -164,7 +172,7 @@ def sample_of(entry: Entry) -> str:
 
 
 def open_file(path: Path) -> int:
-    """Its descriptor. Raises: FileError for what is no file, as a pipe, for which a reader would wait; OSError."""
+    """Return a new descriptor. Raises: FileError if ``path`` is no regular file (a pipe would block); OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -173,7 +181,7 @@ def open_file(path: Path) -> int:
 
 
 def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files, and which names are in which if there is an index."""
+    """Return ``(files, name -> file)``; None for the second if there is no index."""
     if not isinstance(where, str | os.PathLike):
         return [Path(path) for path in where], None
     path = Path(where)
@@ -199,7 +207,7 @@ def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a file can be called so: a lone surrogate may have no bytes there."""
+    """Whether ``text`` can be a file name: the file system may have no bytes for a lone surrogate."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -208,7 +216,7 @@ def _is_file_name(text: str) -> bool:
 
 
 def json_object(path: Path, text: bytes | str) -> dict[str, Any]:
-    """``text``, which is in the file at ``path``. Raises: FileError for other JSON, and names that are in it twice."""
+    """Parse ``text``, the content of ``path``. Raises: FileError unless it is a JSON object without duplicate names."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -233,9 +241,9 @@ def json_object(path: Path, text: bytes | str) -> dict[str, Any]:
 
 
 def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry]]:
-    """The header of a file, and the tensors that it tells of; the file is open until ``closing`` is closed.
+    """Open a file; return its header and its tensors. ``closing`` owns the descriptor.
 
-    Raises: FileError unless the data fill the file without holes; OSError.
+    Raises: FileError for a wrong header, or unless the tensors fill the file without holes and overlaps; OSError.
     """
     descriptor = open_file(path)
     closing.callback(os.close, descriptor)
@@ -282,16 +290,16 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
 
 
 def _sizes(values: Any) -> tuple[int, ...] | None:
-    """``values`` if it is a list of numbers of elements or bytes; no tensor has more than 64."""
+    """Return ``values`` as a tuple, if it is a list of at most 64 sizes (see ``is_size``); else None."""
     fits = isinstance(values, list) and len(values) <= MOST_DIMS and all(map(is_size, values))
     return tuple(values) if fits else None
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is a number of elements or bytes."""
+    """Whether ``value`` is an int (no bool) in [0, 2**63)."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_shape(sizes: Sequence[Any]) -> bool:
-    """Whether a tensor can have these: torch counts its bytes, and its strides where it is empty, in 64 bits."""
+    """Whether a tensor can have these sizes. torch counts bytes, and strides of empty tensors too, in 64 bits."""
     return len(sizes) <= MOST_DIMS and all(map(is_size, sizes)) and math.prod(size or 1 for size in sizes) < 2**59

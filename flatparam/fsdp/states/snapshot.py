@@ -1,4 +1,8 @@
-"""What a module has now, to have it again if a state dict cannot be loaded."""
+"""Copy the state of a module before a load, and restore it if the load fails on any rank.
+
+``Before`` copies everything; ``Beside``, which checkpoints use too, everything but parameters. A module with its own
+code for loading may change any attribute, so attributes are copied too. No collective call.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ..unit.unit import Unit
 
 
 def loads_by_itself(module: nn.Module) -> bool:
-    """Whether code of ``module`` decides what it takes from a state dict."""
+    """Whether ``module`` has its own code for loading, which may change any attribute: an override or a hook."""
     if isinstance(module, Wrapper):
         return False
     is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
@@ -26,15 +30,15 @@ def loads_by_itself(module: nn.Module) -> bool:
 
 
 class Beside:
-    """What the modules in ``module`` have beside parameters: buffers, and attributes where ``loads_by_itself``.
+    """A copy of the buffers of all modules in ``module``, and of all attributes of those that ``loads_by_itself``.
 
-    Tensors, lists, dicts and sets among them are copied, as they may be changed in place.
+    Tensors, lists, dicts and sets are cloned, as a load may change them in place; of other values it keeps references.
     """
 
     def __init__(self, module: nn.Module):
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._inside: list[tuple[Any, Any]] = []
-        managed = managed_places(unit_paths(module))  # views that a forward has left have no memory
+        managed = managed_places(unit_paths(module))  # a view from the last forward has no memory
         for inner in module.modules():
             mappings: list[dict[str, Any]] = [inner._buffers]
             if loads_by_itself(inner):
@@ -48,7 +52,7 @@ class Beside:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Let them have it again."""
+        """Put all values back, into the same objects."""
         for value, copied in self._inside:
             if isinstance(value, Tensor):
                 if value.shape != copied.shape:
@@ -75,7 +79,10 @@ def _copy(value: Any) -> Any:
 
 
 class Before:
-    """The values that ``module`` has now: this rank's shards, and what ``units``, those in it, do not manage."""
+    """A copy of all values of ``module``: shards of ``units``, other parameters, buffers, attributes, extra states.
+
+    ``units``: all units in ``module``. Memory: a second copy of this rank's shards and of all that it lists.
+    """
 
     def __init__(self, module: nn.Module, units: list[Unit]):
         self._units = [(unit, unit.mismatched) for unit in units]
@@ -88,7 +95,7 @@ class Before:
                 self._shards.append((flat_param, flat_param.flat.detach().clone()))
                 self._templates += [(original, original.template) for original in flat_param.originals]
         self._beside = Beside(module)
-        self._kept: list[tuple[nn.Module, Any]] = []  # beside tensors
+        self._kept: list[tuple[nn.Module, Any]] = []  # (module, extra state)
         managed = managed_places(units)
         for inner in module.modules():
             kind = type(inner)
@@ -104,7 +111,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Let the module have them again."""
+        """Put all values back, into the same tensors; units gather again, as their shards were written."""
         for flat_param, shard in self._shards:
             flat_param.flat.detach().copy_(shard)
         for unit, apart in self._units:

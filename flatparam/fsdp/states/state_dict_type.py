@@ -1,4 +1,4 @@
-"""Which form state dicts have: of the units under a module, set for good or for a block."""
+"""Choose the form of state dicts for all units under a module, for good or for a block. Nothing is saved here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONFIGS = {
 
 
 def first_settings() -> StateDictSettings:
-    """What a unit begins with."""
+    """Return the settings of a new unit: FULL_STATE_DICT."""
     return StateDictSettings(StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
 
 
@@ -42,11 +42,11 @@ class Kinds(Wrapper):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Choose what ``state_dict`` and ``optim_state_dict`` of the units under ``module`` give.
+        """Set the form that ``state_dict`` and ``optim_state_dict`` have for all units under ``module``.
 
-        Returns: the settings before, which are the same of all units.
-        Raises: StateError for a config of another form, where units differ, and for LOCAL_STATE_DICT of units that were
-        made with a device mesh.
+        Returns: the previous settings.
+        Raises: StateError for a config of another form, if the units have different settings, and for LOCAL_STATE_DICT
+        if a unit was made with a device mesh. No unit is changed then.
         """
         if state_dict_type not in _CONFIGS:
             raise StateError(f"expected state_dict_type to be a StateDictType, got {state_dict_type!r}")
@@ -92,7 +92,7 @@ class Kinds(Wrapper):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """``set_state_dict_type`` for the block; the settings before are restored, also after an exception."""
+        """Call ``set_state_dict_type`` for a block. At its end, also on an exception, restore the previous settings."""
         before: list[tuple[Any, StateDictSettings]] = []
 
         def begin() -> None:
@@ -107,7 +107,10 @@ class Kinds(Wrapper):
 
 
 def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:
-    """The settings that all have. ``whole``: the same configs too, not only their classes."""
+    """Return the settings that all ``wrappers`` share; None: there are no wrappers.
+
+    ``whole``: configs must be equal, else only of the same class. Raises: StateError if settings differ.
+    """
     first = None
     for wrapper in wrappers:
         settings: StateDictSettings = wrapper._settings

@@ -1,4 +1,7 @@
-"""The parameters of a wrapped model by name, and what its optimizer steps in their place."""
+"""Map the parameters of a wrapped model, by FQN, to the tensors that its optimizer steps.
+
+All functions for optimizer states start from a ``Table``. It is made anew for each call: it holds what was true then.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,15 @@ from ..unit.unit import Unit
 
 @dataclass(eq=False)
 class SteppedParam:
-    """What an optimizer steps: one original parameter, all of a flat one, or a parameter that no unit manages."""
+    """One tensor that an optimizer steps, and the original parameters in it.
+
+    The tensor is a slice of one original parameter (use_orig_params), a flat parameter with all its originals, or a
+    parameter that no unit manages.
+    """
 
     tensor: Tensor
     params: list[LocalParam]
-    place: tuple[int, int] | None = None  # (which flat parameter, which original; -1: all of them)
+    place: tuple[int, int] | None = None  # (flat parameter, original in it or -1 for all); None: no unit
 
     @property
     def flat_param(self) -> FlatParam | None:
@@ -33,7 +40,7 @@ class SteppedParam:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a tensor that is like what this rank steps."""
+        """The shape of a state tensor with one element for each element here; ``(1,)`` for a sharded scalar."""
         here = self.params[0].shard_slice
         if here is None or self.is_flat:
             return tuple(self.tensor.shape)
@@ -45,13 +52,16 @@ class SteppedParam:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has elements of it, and not just padding."""
+        """Whether this rank has elements of the parameters. A slice may be empty, a shard may be padding only."""
         return not self.is_sharded or any(param.numel for param in self.params)
 
 
 @dataclass(eq=False)
 class Table:
-    """The parameters of ``model`` in the order of its units, then those that no unit manages."""
+    """All parameters of ``model``: first those of its units, in the units' order, then those that no unit manages.
+
+    The order is the same on all ranks. ``by_name``: all FQNs, so a tied parameter has several.
+    """
 
     model: nn.Module
     units: list[Unit] = field(default_factory=list)
@@ -77,11 +87,11 @@ class Table:
         self.by_name = {name: param for param in self.params for name in param.names}
 
     def all_stepped(self) -> list[SteppedParam]:
-        """What an optimizer of all parameters steps, in the order of the table."""
+        """Return all tensors that an optimizer of all parameters steps, in the same order on all ranks."""
         return list(self._stepped.values())
 
     def keys(self, groups: list[list[SteppedParam]], named: bool) -> dict[SteppedParam, Any]:
-        """What an optimizer's state has for keys: numbers, or with ``named`` names as the model has them now."""
+        """Map each stepped tensor to its key in the optimizer's state: a number, or with ``named`` its name."""
         stepped = [one for group in groups for one in group]
         if not named:
             return {one: number for number, one in enumerate(stepped)}
@@ -89,7 +99,7 @@ class Table:
         return {one: names[id(one.tensor)] for one in stepped}
 
     def stepped(self, tensor: Tensor) -> SteppedParam:
-        """Raises: ValueError for a tensor that is no parameter of the model."""
+        """Return the entry of ``tensor``. Raises: ValueError if it is no parameter of the model."""
         found = self._stepped.get(id(tensor))
         if found is None:
             raise ValueError(
@@ -98,7 +108,10 @@ class Table:
         return found
 
     def groups(self, given: Any) -> list[list[SteppedParam]]:
-        """What is stepped, by group of ``given``: an optimizer, or what one was made from; None: all parameters."""
+        """Return the stepped tensors of each group of ``given``.
+
+        ``given``: an optimizer, or its constructor's parameters or groups; None: all parameters. Raises: ValueError.
+        """
         if hasattr(given, "param_groups"):
             groups = [group["params"] for group in given.param_groups]
         else:
@@ -115,7 +128,7 @@ def _groups(given: Iterable[Any]) -> Iterator[Iterable[Tensor]]:
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what is set for a group of an optimizer, without its parameters."""
+    """Return a deep copy of an optimizer's group without ``params``."""
     return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
 
 

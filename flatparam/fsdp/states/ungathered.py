@@ -1,4 +1,4 @@
-"""Saving and loading with units that neither gather nor share what they have: their modules show stand-ins."""
+"""A switch of this thread: wrappers save and load without gathers. Checkpoints use it while modules show stand-ins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _of_thread = threading.local()
 
 
 def ungathered() -> _C.Block:
-    """Within, wrappers save and load as ``nn.Module`` does, under the names of the unwrapped model.
+    """Return a block in which wrappers save and load as ``nn.Module`` does, under the names of the unwrapped model.
 
-    No collective call. Of this thread alone.
+    No collective call in it. It holds for this thread alone; blocks may be nested.
     """
     before = is_ungathered()
     return _C.Block(lambda: setattr(_of_thread, "on", True), lambda: setattr(_of_thread, "on", before))

@@ -1,4 +1,4 @@
-"""What must hold of a state dict's values besides keys and shapes, which torch checks."""
+"""Check the dtypes of a loaded state dict and digest its values. torch has checked its keys and shapes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .values import dtype_of
 
 
 def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Unit | None]) -> Values:
-    """What must be the same on all ranks that share a unit: of each parameter of which ``state`` has a whole value.
+    """Return digests of the whole values in ``state``, which must be the same on all ranks that share a unit.
 
-    Not of units that are ``compared`` already, nor of a value that is the module's own parameter: ranks have different
-    pieces of it.
+    Left out are units in ``compared``, whose digests the caller has already, and values that are the module's own
+    parameters, of which ranks have different slices. This rank's values are checked; the caller compares over ranks.
 
-    Raises: RuntimeError for a tensor that ``module`` has in another kind of dtype, or that is cut off. Kinds are those
-    of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
+    Raises: RuntimeError naming the key, if the module's tensor has another kind of dtype (floating, complex, integer:
+    see ``kind_of``), or an integer dtype that cannot hold a value.
     """
     held = list(local_params_of(module))
     units = units_by_name(held)
@@ -40,7 +40,7 @@ def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Un
         for name in one.names
     }
     first = {name: one.name for one in held for name in one.names}
-    found: dict[str, set[str]] = {}  # by first name, as a rank may have a value under another name of a tied parameter
+    found: dict[str, set[str]] = {}  # by first FQN: ranks may use different FQNs of a tied parameter
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue

@@ -1,4 +1,10 @@
-"""What an optimizer keeps for a parameter: tensors like it, which are cut and gathered as it is, and other values."""
+"""Classify the values of an optimizer's state: is a tensor sharded like its parameter, or one value for all of it?
+
+A ``Like`` has one element for each element of the parameter, and is cut and gathered with it. Other values are copied.
+torch does not say which is which, so ``classify`` compares shapes over all parameters: a key whose tensors have one
+shape whatever the parameter's is no ``Like``, nor is one whose last or second last dimension is always 1 (Adafactor).
+This knows no ranks. `optimizer_saving.py`, `optimizer_loading.py` and checkpoints call it.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +26,14 @@ Shape = tuple[int, ...]
 
 
 class Like(NamedTuple):
-    """A tensor that has an element for each of the parameter's."""
+    """Stands for a tensor with one element for each element of the parameter; ``shape`` is the parameter's."""
 
     shape: Shape
     dtype: torch.dtype
 
 
 class Scalar(NamedTuple):
-    """A tensor without dimensions."""
+    """Stands for a tensor without dimensions. ``device``: its type."""
 
     dtype: torch.dtype
     value: Any
@@ -37,16 +43,19 @@ class Scalar(NamedTuple):
         return torch.tensor(self.value, dtype=self.dtype, device=self.device)
 
 
-Described = dict[str, Any]  # by key: a Like, a Scalar, or the value itself
+Described = dict[str, Any]  # key -> a Like, a Scalar, or the value itself
 
 
 def copy_of(value: Tensor, to_cpu: bool) -> Tensor:
-    """With memory of its own, detached: on the CPU, or where ``value`` is."""
+    """Return a detached copy, on the CPU or on ``value``'s device."""
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
 def described(value: Any, whole: Shape | None) -> Any:
-    """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter, if any."""
+    """Return ``value`` as ranks send it: ``Like``, ``Scalar``, a CPU tensor, or itself.
+
+    ``whole``: a tensor of this shape becomes a ``Like``; None or (): none does.
+    """
     if not isinstance(value, Tensor):
         return value
     if whole and tuple(value.shape) == whole:
@@ -57,20 +66,21 @@ def described(value: Any, whole: Shape | None) -> Any:
 
 
 def shapes_of(values: Mapping[str, Any]) -> dict[str, Shape | None]:
-    """``shape_of`` each of what an optimizer keeps for a parameter."""
+    """Return ``shape_of`` for each value."""
     return {key: shape_of(value) for key, value in values.items()}
 
 
 def keys_of_one_shape(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> set[str]:
-    """Keys whose tensors have one shape for parameters of several: they are like none, though one may have that shape.
+    """Return the keys whose tensors have one shape for parameters of different shapes.
 
-    ``states``: for each parameter the shape of a tensor that is like it, and ``shapes_of`` what is kept for it.
+    Such tensors are no ``Like``, even where a parameter happens to have that shape.
+    ``states``: for each parameter its shape, and ``shapes_of`` its state.
     """
     return _of_one_shape(_by_key(states))
 
 
 def _by_key(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> dict[str, set[tuple[Shape, Shape]]]:
-    """Of the tensors under each key: of a parameter of which shape, and its own."""
+    """Map each key to the pairs ``(shape of the parameter, shape of its tensor)``."""
     found: dict[str, set[tuple[Shape, Shape]]] = {}
     for whole, values in states:
         for key, shape in values.items():
@@ -105,10 +115,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Described]:
-    """Which values of a full state are like their parameters, and the others: by the parameter's name and key.
+    """Return for each parameter and key a ``Like``, or the value itself (a ``Scalar`` for a scalar tensor).
 
-    ``state`` has tensors, or what ``described`` made of them. Raises: ValueError naming parameter and key for a tensor
-    that is like another parameter.
+    ``state``: first FQN -> key -> a tensor, or its ``described`` form; FQNs that are no parameters are left out.
+    Raises: ValueError naming parameter and key, for a tensor whose shape does not fit its parameter, and for one made
+    of some of the parameter's dimensions if no rank's optimizer steps the parameter whole.
     """
     held = {name: values for name, values in state.items() if name in table.by_name}
     shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].flat_param is not None}
@@ -148,7 +159,10 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def by_gather(found: Mapping[SteppedParam, Described]) -> list[tuple[tuple[int, str, torch.dtype], list[SteppedParam]]]:
-    """What one gather brings: the flat parameter's number, key and dtype, and whose tensors. Alike on all ranks."""
+    """Return the gathers: ``((number of the flat parameter, key, dtype), stepped tensors)``, sorted.
+
+    ``found`` is the same on all ranks, and so is the result: one collective for each item.
+    """
     members: dict[tuple[int, str, torch.dtype], list[SteppedParam]] = {}
     for one, values in found.items():
         for key, value in values.items():
@@ -158,8 +172,8 @@ def by_gather(found: Mapping[SteppedParam, Described]) -> list[tuple[tuple[int, 
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The shape of a tensor, or of what stands for one; None: it is another value."""
-    if isinstance(value, ShardedTensor):  # whose attributes take 0.1 ms each
+    """Return the shape of a tensor, ``Like`` or ``Scalar``; None for other values."""
+    if isinstance(value, ShardedTensor):  # its attributes take 0.1 ms each
         return tuple(value.metadata().size)
     if isinstance(value, Tensor | Like):
         return tuple(value.shape)
@@ -167,7 +181,7 @@ def shape_of(value: Any) -> Shape | None:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype of a tensor, or of a ``Like``."""
+    """Return the dtype of a tensor or of a ``Like``."""
     found: torch.dtype = value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
     return found
 
@@ -177,7 +191,7 @@ def _plain(value: Any, shape: Shape | None) -> Any:
 
 
 def _keys_like_params(shapes: Mapping[str, set[tuple[Shape, Shape]]], constant: set[str]) -> set[str]:
-    """Keys whose tensors have the shapes of parameters. ``constant``: those that have one shape for all of them."""
+    """Return the keys whose tensors are ``Like`` their parameters. ``constant``: the result of ``_of_one_shape``."""
     found = set()
     for key, pairs in shapes.items():
         with_dims = [pair for pair in pairs if pair[0]]
@@ -189,7 +203,7 @@ def _keys_like_params(shapes: Mapping[str, set[tuple[Shape, Shape]]], constant: 
 
 
 def _are_factors(pairs: list[tuple[Shape, Shape]]) -> bool:
-    """Whether all values are like their parameters but for the last dimension, or the one before, which is 1."""
+    """Whether all tensors have the parameter's shape with a 1 in the last, or in all in the second last, dimension."""
     return any(one != other for one, other in pairs) and any(
         all(len(one) > 1 and other == (*one[: len(one) + d], 1, *one[len(one) + d + 1 :]) for one, other in pairs)
         for d in (-1, -2)
@@ -197,7 +211,7 @@ def _are_factors(pairs: list[tuple[Shape, Shape]]) -> bool:
 
 
 def _is_made_of(shape: Shape, whole: Shape) -> bool:
-    """Whether ``shape`` is ``whole`` with dimensions left out, or 1 in place of them."""
+    """Whether ``shape`` is ``whole`` with some dimensions left out or replaced by 1."""
     sizes = iter(whole)
     kept = [one for one in shape if one != 1]
     fits = len(whole) > 1 and len(shape) <= len(whole) and shape != whole
@@ -205,7 +219,7 @@ def _is_made_of(shape: Shape, whole: Shape) -> bool:
 
 
 def _is_cut(param: LocalParam) -> bool:
-    """Whether no optimizer has all of it, in its own shape and nothing else."""
+    """Whether no rank's optimizer steps exactly this parameter, whole and in its own shape."""
     flat_param = param.flat_param
     assert flat_param is not None
     if not flat_param.use_orig_params:
@@ -217,7 +231,7 @@ def _is_cut(param: LocalParam) -> bool:
 
 
 def _may_be_other(param: LocalParam, shape: Shape, constant: Iterable[str], key: str) -> bool:
-    """Whether a tensor may be of another shape than its parameter by intent, and not that of another model."""
+    """Whether ``shape`` may differ from the parameter's on purpose; else the state is probably of another model."""
     if key in constant or len(shape) != len(param.shape):
         return True
     return all(one in (1, other) for one, other in zip(shape, param.shape, strict=True))
