@@ -1,6 +1,8 @@
-"""Checkpoints of sharded models: each rank writes what it owns, as boxes of the original parameters.
+"""Checkpoints of sharded models: each rank writes the boxes of original parameters that lie in its shards.
 
-In torch's format of distributed checkpoints in safetensors files, so that torch, and any number of ranks, reads them.
+The format is torch's distributed checkpoint in safetensors files, and an index. torch can read it, and so can any
+number of ranks with any wrapping. Ranks agree through the store of the process group and issue no collective, so a save
+may run in a thread beside training.
 """
 
 from .errors import CheckpointError

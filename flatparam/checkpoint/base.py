@@ -1,4 +1,8 @@
-"""What a checkpoint of trained parameters alone says of the others, its base: names, shapes, dtypes, some values."""
+"""Describe the parameters that a checkpoint of trained parameters leaves out, its base, and compare a model with it.
+
+A load must not combine adapters with another base. The index keeps name, dtype and shape of each base parameter, and a
+sum over samples of its values. The sum does not depend on how ranks shard the parameter. Saves and loads call this.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +20,30 @@ from .files import NAMES
 from .optimizers import Named
 from .pieces import written
 
-SAMPLES = 1024  # elements of each parameter
+SAMPLES = 1024  # at most so many elements of a parameter, evenly spread
 _WRAPS = 2**64
 _MIX = 0x1E3779B97F4A7C15  # odd, and below 2**63
 
-Base = Mapping[str, list[Any]]  # by name: dtype, shape, and of all ranks' samples; None: not read
+Base = Mapping[str, list[Any]]  # name -> [dtype, shape, sum over the samples as hexadecimal text, or None]
 
 
 def is_trained(held: LocalParam, named: Named | None) -> bool:
-    """Whether it requires grad, or an optimizer keeps state for it, as it was trained before it was frozen."""
+    """Whether ``held`` is saved: a buffer, a parameter that requires grad, or one that an optimizer keeps state for."""
     if held.is_buffer or held.owner.requires_grad:
         return True
     return named is not None and id(held.owner) in named.group_of and bool(named.state_of(held.owner))
 
 
 def description(held: LocalParam) -> list[Any]:
-    """Dtype and shape of it."""
+    """Return ``[dtype, shape]`` of the whole tensor, for JSON."""
     return [NAMES.get(held.owner.dtype, str(held.owner.dtype)), list(held.shape)]
 
 
 def sums_of_samples(names: Mapping[LocalParam, str], rank: int) -> dict[str, int]:
-    """Of each, by name, a number of those samples that ``rank`` would write; added up over ranks it is the same for
-    the same values, however they are spread."""
+    """Return for each name a sum modulo 2**64 over the samples that ``rank`` would write.
+
+    The total over all ranks depends on the values alone, not on how they are sharded. Tensor subclasses are left out.
+    """
     found = {}
     for held, name in names.items():
         if type(held.owner) in (Tensor, nn.Parameter):
@@ -66,9 +72,10 @@ def _sum(held: LocalParam, begin: int, end: int) -> int:
 
 
 def check_names(base: Base, names: Mapping[LocalParam, str], known: set[str], strict: bool) -> None:
-    """Compare the parameters of the model, ``names``, with those of ``base``. ``known``: all names in the model.
+    """Compare the model's base parameters, ``names``, with ``base``. ``known``: all names in the model.
 
-    Raises: CheckpointError naming the first that has another shape; if ``strict``, also another dtype or none here.
+    Raises: CheckpointError naming the first parameter with another shape or without values; if ``strict``, also one
+    with another dtype, or that the model lacks.
     """
     absent = next((name for name in base if name not in known), None)
     if strict and absent is not None:
@@ -90,13 +97,13 @@ def _added(told: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def with_sums(base: Base, told: Iterable[Mapping[str, int]]) -> dict[str, list[Any]]:
-    """``base`` of names, dtypes and shapes with what all ranks have told, as text: readers of JSON round numbers."""
+    """Return ``base`` with the total of all ranks' sums, as text: readers of JSON round large numbers."""
     found = _added(told)
     return {name: [*one, f"{found[name]:016x}" if name in found else None] for name, one in base.items()}
 
 
 def check_sums(base: Base, told: Iterable[Mapping[str, int]]) -> None:
-    """``told``: by each rank. Raises: CheckpointError naming a parameter that has other values than the base's."""
+    """Compare the total of ``told``, each rank's sums, with ``base``. Raises: CheckpointError naming a parameter."""
     found = _added(told)
     wrong = [name for name, number in found.items() if base[name][2] not in (None, f"{number:016x}")]
     if wrong:

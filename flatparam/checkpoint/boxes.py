@@ -1,4 +1,7 @@
-"""Boxes that this rank wants, out of boxes that files have: intersections, and reading them."""
+"""Plan which parts of which boxes in files a rank reads, and check that the boxes of a tensor cover it once.
+
+Arithmetic only: no file is opened here. Boxes are in the tensor's own dimensions; elements in a box are row-major.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from .files import Chunk
 
 
 class Read(NamedTuple):
-    """A box to be read from a file: ``begin``, in elements of the chunk, and ``out``, where it goes."""
+    """One read: the box of ``out``'s shape whose first element is element ``begin`` of ``chunk``, into ``out``."""
 
     chunk: Chunk
     begin: int
     out: Tensor
 
     def byte_range(self, itemsize: int) -> tuple[int, int]:
-        """Of the chunk, from its first element to its last."""
+        """Return the bytes ``[begin, end)`` of the chunk, from the first element of this read to its last."""
         end = self.begin + span_of(self.out.shape, row_major(self.chunk.sizes))
         return self.begin * itemsize, end * itemsize
 
 
 def intersection(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-    """What is in both; None: nothing."""
+    """Return the box that ``box`` and the other one share; None: they share nothing."""
     lower, extent = [], []
     for low, size, other, other_size in zip(box.offsets, box.sizes, offsets, sizes, strict=True):
         begin = low if low > other else other
@@ -42,9 +45,10 @@ def intersection(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box 
 
 
 def reads_of(key: str, chunks: Iterable[Chunk], dense: Dense, start: int, flat: Tensor) -> list[Read]:
-    """How elements ``[start, start + flat.numel())`` of ``key`` are read into ``flat``.
+    """Return the reads that fill ``flat`` with elements ``[start, start + flat.numel())`` of ``key``.
 
-    Raises: CheckpointError unless ``chunks`` have each of them once.
+    ``dense``: the memory order of ``key`` in the model, in which the elements are numbered. Raises: CheckpointError
+    unless ``chunks`` have each element. (``check_whole`` has refused overlaps.)
     """
     found = []
     for box in dense.boxes(start, start + flat.numel()):
@@ -63,7 +67,7 @@ def reads_of(key: str, chunks: Iterable[Chunk], dense: Dense, start: int, flat: 
 
 
 def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
-    """Raises: CheckpointError unless ``chunks`` are of one shape and dtype, and have as many elements as that."""
+    """Raises: CheckpointError unless ``chunks`` have one shape and dtype and cover that shape without an overlap."""
     first = chunks[0]
     for chunk in chunks:
         if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
@@ -88,11 +92,11 @@ def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
 
 
 def _overlap(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two of ``chunks`` that share elements, if there are any."""
+    """Return two of ``chunks`` that share elements; None: no two do. A sweep along the dimension with most offsets."""
     if len(chunks) < 2 or not chunks[0].shape:
         return (chunks[0], chunks[1]) if len(chunks) > 1 else None
     d = max(range(len(chunks[0].shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    here: list[Chunk] = []  # those that reach to where the sweep along d is
+    here: list[Chunk] = []  # boxes that reach the current offset along d
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[d]):
         here = [one for one in here if one.offsets[d] + one.sizes[d] > chunk.offsets[d]]
         for one in here:

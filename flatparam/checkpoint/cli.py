@@ -1,4 +1,4 @@
-"""``python -m flatparam checkpoint``: look at a checkpoint, verify it, export it; the exit status."""
+"""``python -m flatparam checkpoint``: show, verify or export a checkpoint, without a model and without processes."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ def many(count: int, word: str, plural: str | None = None) -> str:
 
 
 def gathered_over(unit: dict[str, Any]) -> str:
-    """Over how many ranks forward and backward gather it, where those are others than have its shards."""
+    """Return over how many ranks a unit with a secondary shard is gathered in forward and backward; else empty."""
     over = unit["parameters_over"]
     return f"{over}{', nested' if unit['nested'] else ''}" if over > 1 else ""
 
 
 def show(path: Path, trusted: bool, every: bool = False) -> str:
-    """What is printed of a checkpoint. ``every``: each unit and tensor, and where it lies; else those that are equal
-    but for a number in their names are one line.
+    """Return the printed description. ``every``: one line for each unit and tensor; else equal ones share a line.
 
-    Raises: CheckpointError, FileError, OSError.
+    Equal: they differ only in a number in their names. Raises: CheckpointError, FileError, OSError.
     """
     with opened(path, trusted) as source:
         lines = [str(path)]
@@ -66,7 +65,7 @@ def show(path: Path, trusted: bool, every: bool = False) -> str:
 
 
 def of_index(index: Index, every: bool) -> list[str]:
-    """What is known of one of ours beside its tensors."""
+    """Return the lines about a checkpoint of flatparam: ranks, versions, optimizers, base and units."""
     about = ", ".join(f"{key} {index.about[key]}" for key in ("flatparam", "torch"))
     lines = [f"saved by {many(index.world_size, 'rank')} ({about}), {human(index.bytes)}, id {index.id}"]
     optimizer = index.optimizer or {}
@@ -93,7 +92,7 @@ def of_index(index: Index, every: bool) -> list[str]:
 
 
 def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -> str:
-    """Of model and optimizer: name, dtype, shape, bytes, and in how many boxes and files each lies."""
+    """Return a table of tensors: name, count, dtype, shape, bytes, and the number of boxes and files."""
     groups: dict[tuple[Any, ...], list[tuple[str, list[Chunk]]]] = {}
     for folder, name, chunks in tensors:
         kind = name if every else without_numbers(name)

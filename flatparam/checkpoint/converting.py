@@ -1,4 +1,7 @@
-"""A state that was saved of one class of optimizer, and is loaded into another."""
+"""Decide for each group of the optimizers here whether its saved state is of another class and is converted.
+
+`targets.py` calls this while it plans a load; nothing is read or changed. Without ``convert`` another class is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ..fsdp.states.optimizer_classes import lacks_state, why_not
 from .errors import CheckpointError
 from .optimizers import GRADIENT, Named
 
-Convert = Mapping[str, str] | None  # keys of states there, and here
+Convert = Mapping[str, str] | None  # key in the saved state -> key in the state here
 
 _WAY_OUT = (
     "make the optimizer that was saved; or pass convert={}, which keeps the settings here and begins its state anew, "
@@ -18,10 +21,11 @@ _WAY_OUT = (
 
 
 def converted_groups(named: Named, told: Mapping[str, Any], saved: Mapping[str, int], convert: Convert) -> list[bool]:
-    """Of each group of the optimizers here, whether its state is converted, as it was saved of another class.
+    """Return for each group of ``named`` whether its state is converted.
 
-    ``saved``: the number of the saved group of each name. Raises: CheckpointError naming both classes, without
-    ``convert``; naming a key that the class here needs and does not get.
+    ``told``: the index's ``optimizer``. ``saved``: FQN -> number of its saved group.
+    Raises: CheckpointError naming both classes, if they differ and ``convert`` is None; naming a key, if the class here
+    needs it and ``convert`` does not give it, or gives it twice.
     """
     if convert is not None and not all(isinstance(key, str) for pair in convert.items() for key in pair):
         raise CheckpointError(f"expected convert= to have str for keys and values, got {convert!r}")

@@ -1,4 +1,4 @@
-"""What is raised when a checkpoint cannot be saved or loaded."""
+"""The error of saves and loads, and a block that adds the checkpoint's path to it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from ..fsdp.names import printable
 
 
 class CheckpointError(RuntimeError):
-    """A save or a load that failed; its message names the rank, the file, the tensor."""
+    """A save or a load has failed. The message names the rank, the file and the tensor."""
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -16,7 +16,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def naming_checkpoint(path: Path) -> Iterator[None]:
-    """A CheckpointError of the block, which reads the checkpoint at ``path``, has that in its message."""
+    """Put ``path`` into the message of a CheckpointError of the block, unless it is there already."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,7 @@
-"""A checkpoint looked over, verified, and written as one safetensors file: without a model and without other ranks."""
+"""Open, verify and export a checkpoint of any kind, without a model and without other ranks. No collective calls.
+
+The command line and loads use ``open_source``.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ TIED = ("one", "all")
 
 
 def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
-    """A checkpoint of any kind. Raises: CheckpointError, FileError, OSError."""
+    """Open a checkpoint of flatparam, of torch, or of safetensors files. The caller closes it.
+
+    ``trusted``: allow torch's pickle. Raises: CheckpointError, FileError, OSError.
+    """
     where = Path(os.path.abspath(path))
     return Checkpoint(where) if (where / NAME).exists() else open_foreign(where, trusted)
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], trusted: bool) -> Iterator[Source]:
-    """One for the block, whose CheckpointErrors name ``path``. Raises: as ``open_source``."""
+    """Open a checkpoint for the block; its CheckpointErrors name ``path``. Raises: as ``open_source``."""
     source = open_source(path, trusted)
     try:
         with naming_checkpoint(Path(path)):
@@ -41,7 +47,7 @@ def opened(path: str | os.PathLike[str], trusted: bool) -> Iterator[Source]:
 
 
 def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:
-    """``(folder, name, boxes)`` of every tensor of model and optimizer. Raises: CheckpointError for one in parts."""
+    """Yield ``(folder, name, boxes)`` of each tensor. Raises: CheckpointError unless its boxes cover it once."""
     for folder, tensors in (("model", source.model), ("optimizer", source.optimizer)):
         for name, chunks in tensors.items():
             check_whole(name, chunks)
@@ -51,8 +57,8 @@ def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:
 def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted: bool = False) -> Summary:
     """Read every byte of a checkpoint and compare it with its checksums. No collective call.
 
-    Files of others have no checksums: that they can be read is all that is known of them then, and the result has no
-    ``id``. Raises: CheckpointError naming file and tensor, FileError, OSError.
+    Files that flatparam did not write have no checksums: they are only read, and the result's ``id`` is None.
+    ``check_finite``: refuse NaN and infinities. Raises: CheckpointError naming file and tensor, FileError, OSError.
     """
     meter = Meter("verify", False)
     with opened(path, trusted) as source:
@@ -78,11 +84,12 @@ def export(
 ) -> Summary:
     """Write the model of a checkpoint as one safetensors file of whole tensors, one tensor in memory at a time.
 
-    No collective call. The file is there when it is complete; one that was there is replaced.
+    No collective call. The data go to a file beside ``file``, which then takes its name and replaces an older one.
+    If writing fails, ``file`` is as before.
 
-    Args: ``tied``: ``"one"`` writes a tied parameter under the first of its sorted names, and its other names into the
-    header's metadata, each with that one, as safetensors' ``save_model`` does, whose ``load_model`` reads it; ``"all"``
-    writes it under each of its names.
+    Args: ``tied``: ``"one"`` writes a tied parameter once, under the first of its sorted names; the header's metadata
+    map its other names to that one, as safetensors' ``save_model`` does and ``load_model`` reads. ``"all"`` writes it
+    under each of its names. ``trusted``: allow torch's pickle. ``progress``: show a bar.
     Raises: CheckpointError, FileError, OSError.
     """
     if tied not in TIED:
@@ -125,7 +132,7 @@ def export(
 
 
 def _other_names(source: Source) -> dict[str, str]:
-    """Names of tied parameters that are left out, and which one stands for each."""
+    """Map each name of a tied parameter that is left out to the name that is written."""
     aliases: dict[str, str] = {} if source.index is None else source.index.about.get("aliases", {})
     groups: dict[str, list[str]] = {}
     for name, first in aliases.items():

@@ -1,6 +1,7 @@
-"""One file in the safetensors format, as torch's distributed checkpoint writes it: boxes of tensors, where they lie.
+"""Write one safetensors file of boxes of tensors, as torch's distributed checkpoint does, with checksums of them.
 
-A file has one box of a name at most. The offsets of boxes are in the header, under torch's names.
+A file has at most one box of each name: torch's reader expects that. The header has the offsets of the boxes, under
+torch's names. `saving.py` and `exporting.py` call this, in any thread; no rank knows of the others here.
 """
 
 import contextlib
@@ -20,15 +21,15 @@ from torch import Tensor
 from ..fsdp.states.safetensors_files import DTYPES, PACKED, bytes_of
 from .errors import CheckpointError
 
-SUM_BYTES = 2**20  # of a box, for each of its checksums
-RUN_BYTES = 2**24  # copied at a time where a box is no run of host memory, and handed to the disk at a time
+SUM_BYTES = 2**20  # each checksum covers so many bytes of a box
+RUN_BYTES = 2**24  # copy at most so many bytes to the host at once, and let the disk begin after so many
 _SYNC_FILE_RANGE_WRITE = 2
-_start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux
+_start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Part(NamedTuple):
-    """A box of a tensor that is to be written. ``shape``: of the whole; ``tensor``: the box, of any strides."""
+    """A box to be written. ``shape``: of the whole tensor; ``offsets``: of the box in it; ``tensor``: any strides."""
 
     key: str
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Chunk:
-    """A box of a tensor in a file. ``begin``: its first byte there; ``sums``: crc32 of each MiB of it."""
+    """A box of a tensor in a file. ``begin``: its first byte in the file; ``sums``: a crc32 for each MiB, or None."""
 
     file: str
     dtype: str
@@ -49,14 +50,14 @@ class Chunk:
     sums: list[int] | None = None
 
     def torch_dtype(self, key: str) -> torch.dtype:
-        """That of ``dtype``. Raises: CheckpointError for tensor ``key``, where torch has none of this name."""
+        """Return ``dtype`` as torch's. Raises: CheckpointError naming tensor ``key``, if torch does not know it."""
         found = DTYPES.get(self.dtype)
         if found is None:
             raise CheckpointError(f"{self.file}: `{key}` has dtype {self.dtype}, which torch has not")
         return found
 
     def as_json(self) -> list[Any]:
-        """Without the file's name."""
+        """Return all fields but the file's name."""
         return [self.dtype, self.shape, self.offsets, self.sizes, self.begin, self.sums]
 
 
@@ -68,12 +69,13 @@ def write_file(
     values: Callable[[Part], Tensor] = lambda part: part.tensor,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Write ``parts`` to ``folder / name``, down to the disk. ``progress`` is told of bytes.
+    """Write ``parts`` to ``folder / name`` and sync the file. ``progress`` is called with numbers of bytes.
 
-    ``values``: gives the tensor of a part when it is written, where the part has one on the meta device.
-    ``metadata``: of the header, beside that of torch's distributed checkpoints.
-    Returns: what the index tells of the file: its bytes, the crc32 of its header, and the boxes in it.
-    Raises: CheckpointError for a dtype that the format has not, OSError.
+    ``values``: returns the tensor of a part when its turn comes; the part itself may have a meta tensor.
+    ``metadata``: entries of the header beside those of torch's distributed checkpoints.
+    Returns: the index's entry for the file: its size in bytes, the crc32 of its header, and the boxes in it.
+    Raises: CheckpointError for a dtype that the format lacks, before the file is made; OSError. A file that could not
+    be written to its end is left there: the caller removes its folder.
     """
     parts = sorted(parts, key=lambda part: -part.tensor.itemsize)
     chunks: dict[str, Chunk] = {}
@@ -95,7 +97,7 @@ def write_file(
         for part in parts:
             chunks[part.key].sums = _write_box(file.fileno(), values(part), progress)
             waiting += part.tensor.numel() * part.tensor.itemsize
-            if waiting >= RUN_BYTES and _start_writing is not None:  # the disk writes while the next are summed
+            if waiting >= RUN_BYTES and _start_writing is not None:  # the disk writes while the CPU sums the next parts
                 _start_writing(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
                 waiting = 0
         os.fsync(file.fileno())
@@ -139,7 +141,7 @@ def _write_box(descriptor: int, tensor: Tensor, progress: Callable[[int], object
 
 
 def _runs(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in row-major order, as runs of host memory: its own, or copies of a few MiB."""
+    """Yield the elements in row-major order as contiguous host tensors: the tensor itself, or copies of a few MiB."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_cpu and tensor.is_contiguous():
         yield tensor
@@ -159,7 +161,7 @@ def _write(descriptor: int, memory: memoryview) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block that names no file, as where the disk is full, names ``path``."""
+    """Put ``path`` into an OSError of the block that names no file (a full disk)."""
     try:
         yield
     except OSError as error:
@@ -169,7 +171,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names of ``folder`` on the disk."""
+    """Sync the directory ``folder``, so that the names in it survive a crash. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with naming(folder):

@@ -1,4 +1,13 @@
-"""Checkpoints of others: safetensors files, and torch's distributed checkpoints, in safetensors or behind a pickle."""
+"""Read checkpoints that flatparam did not write, as a ``Source`` (`reading.py`).
+
+| kind | class |
+|---|---|
+| safetensors files with whole tensors | ``WholeFiles`` |
+| torch's distributed checkpoint in safetensors files | ``Boxes`` |
+| torch's distributed checkpoint with a pickled ``.metadata``; only if the user trusts it | ``Pickled`` |
+
+There are no checksums. Nothing in a file is believed before it is checked.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +48,11 @@ from .schema import OPTIMIZER, misfit
 from .values import encode
 
 METADATA = ".metadata"  # torch's, a pickle
-_MODEL, _OPTIMIZER = ("model.",), ("optim.", "optimizer.")  # what is before names where a program saved both
+_MODEL, _OPTIMIZER = ("model.",), ("optim.", "optimizer.")  # prefixes in checkpoints that have both
 
 
 def open_foreign(path: Path, trusted: bool) -> Source:
-    """What is at ``path``. Raises: CheckpointError for what is no checkpoint, FileError, OSError."""
+    """Open ``path``. Raises: CheckpointError, if it is no checkpoint, or has a pickle without ``trusted``; OSError."""
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if not path.is_dir():
@@ -64,10 +73,13 @@ def open_foreign(path: Path, trusted: bool) -> Source:
 
 
 class Foreign(Source):
-    """Names that a program has given to model and optimizer, told apart. There are no checksums."""
+    """Tensors of model and optimizer, told apart by the prefixes of their names. There are no checksums."""
 
     def take(self, tensors: dict[str, list[Chunk]]) -> None:
-        """Sort them into ``model`` and ``optimizer``."""
+        """Sort ``tensors`` into ``model`` and ``optimizer``, without prefixes.
+
+        A prefix ``model.`` is removed if there is an optimizer or if all names have it; ``fit`` may undo that.
+        """
         prefixed = any(name.startswith(_OPTIMIZER) for name in tensors)
         self.model, self.optimizer = {}, {}
         for name, chunks in tensors.items():
@@ -103,7 +115,7 @@ class Foreign(Source):
 
 @dataclass(slots=True)
 class InFile(Chunk):
-    """A box in a safetensors file of others, which is open."""
+    """A box in an open safetensors file. ``opened``: borrowed from the source."""
 
     opened: Entry | None = None
 
@@ -113,12 +125,12 @@ class InFile(Chunk):
 
 
 def whole_tensors(files: Files) -> dict[str, list[Chunk]]:
-    """Each tensor of ``files`` as one box, by name."""
+    """Map each name in ``files`` to its tensor as one box."""
     return {name: [InFile.of(entry, (0,) * len(entry.shape))] for name, entry in files.entries.items()}
 
 
 class WholeFiles(Foreign):
-    """Safetensors files that have each tensor whole."""
+    """Safetensors files with whole tensors. Owns the open files."""
 
     def __init__(self, path: Path):
         self._files = Files(path)
@@ -130,7 +142,7 @@ class WholeFiles(Foreign):
 
 
 class Boxes(Foreign):
-    """A folder that torch's HuggingFaceStorageWriter has written: each file has boxes of tensors."""
+    """A folder that torch's HuggingFaceStorageWriter has written, with boxes of tensors. Owns the open files."""
 
     def __init__(self, folder: Path, files: Iterable[Path]):
         self._closing = ExitStack()
@@ -173,7 +185,7 @@ class Boxes(Foreign):
 
 
 def _places(path: Path, header: bytes) -> dict[str, Any] | None:
-    """The offsets of boxes by name; None where tensors are whole."""
+    """Return name -> offsets of its box, from the header; None: the tensors are whole. Raises: FileError."""
     told = json.loads(header).get("__metadata__") or {}
     if not isinstance(told, dict):
         raise FileError(f"{path}: its __metadata__ is {reprlib.repr(told)}, expected an object")
@@ -191,7 +203,7 @@ def _places(path: Path, header: bytes) -> dict[str, Any] | None:
 
 
 class Place(NamedTuple):
-    """Where torch.save has written one value."""
+    """The range of bytes in a file where torch.save has written one value."""
 
     file: str
     begin: int
@@ -199,7 +211,7 @@ class Place(NamedTuple):
 
 
 def _place(name: str, info: Any) -> Place:
-    """Of torch's metadata. Raises: ValueError; AttributeError for what is none."""
+    """Convert an entry of torch's metadata. Raises: ValueError if it does not fit; AttributeError if it is no entry."""
     place = Place(info.relative_path, info.offset, info.length)
     if not (isinstance(place.file, str) and is_size(place.begin) and is_size(place.length)):
         raise ValueError(f"`{name}` is at {tuple(place)}, expected a file, a byte and a number of bytes")
@@ -210,20 +222,23 @@ def _place(name: str, info: Any) -> Place:
 
 @dataclass(slots=True)
 class Stored(Chunk):
-    """A box behind a pickle of others. ``length``: bytes in the file, in which torch.save has written it."""
+    """A box that torch.save has written as one object: ``length`` bytes from ``begin`` on."""
 
     length: int = 0
 
 
 class Pickled(Foreign):
-    """A folder that torch's FileSystemWriter has written: reading its metadata runs what is in it."""
+    """A folder that torch's FileSystemWriter has written. Unpickling its metadata can run code.
+
+    The values themselves are read with ``weights_only=True``. Files are opened for each read.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._last: tuple[Chunk, Tensor] | None = None
         self._groups: dict[int, dict[str, Any]] = {}
-        self._values: dict[str, dict[str, Place]] = {}  # where states that are no tensors are, by parameter and key
-        self._nested = ""  # a state in a container
+        self._values: dict[str, dict[str, Place]] = {}  # FQN -> key -> place of a state that is no tensor
+        self._nested = ""  # the name of a state in a list or dict, which is refused
         try:
             with open(folder / METADATA, "rb") as file:
                 tensors = self._tensors_of(pickle.load(file))
@@ -238,7 +253,7 @@ class Pickled(Foreign):
         tensors: dict[str, list[Chunk]] = {}
         storage = {(index.fqn, index.offset): _place(index.fqn, info) for index, info in metadata.storage_data.items()}
         for name, told in metadata.state_dict_metadata.items():
-            boxes = getattr(told, "chunks", ())  # another value has none
+            boxes = getattr(told, "chunks", ())  # a value that is no tensor has none
             if not isinstance(name, str):
                 raise TypeError(f"a name is {name!r}")
             first = storage.get((name, boxes[0].offsets if boxes else None))
@@ -260,7 +275,7 @@ class Pickled(Foreign):
         return tensors
 
     def _take_value(self, path: tuple[Any, ...], place: Place | None) -> bool:
-        """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it, flattened or not; else False."""
+        """Load a setting of an optimizer's group. Returns: whether ``path`` is one, in torch's nested or flat form."""
         if place is None or len(path) < 2:
             return False
         if len(path) == 4 and path[1] == "param_groups":
@@ -273,7 +288,7 @@ class Pickled(Foreign):
         return False
 
     def _take_state(self, path: tuple[Any, ...], place: Place | None) -> bool:
-        """The same for a value in a parameter's state."""
+        """Note a value of a parameter's state, to be read later. Returns: whether ``path`` is one, in either form."""
         if place is not None and len(path) == 4 and path[1] == "state":
             self._values.setdefault(str(path[2]), {})[str(path[3])] = place
             return True
@@ -323,7 +338,7 @@ class Pickled(Foreign):
             content = io.BytesIO(file.read(place.length))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
-        except Exception as error:  # of any class, by what is in the bytes
+        except Exception as error:  # the bytes decide its class
             raise CheckpointError(
                 f"{path}: what torch.save has written at byte {place.begin} cannot be read: "
                 f"{str(error).partition(chr(10))[0]}"
@@ -362,7 +377,7 @@ class Pickled(Foreign):
 
 
 def _digest_of(entries: Iterable[Entry]) -> str:
-    """The same for the same values, as far as samples tell; files may be named otherwise."""
+    """Return a digest of samples of all tensors, whatever the names of the files."""
     return hashlib.sha256("".join(sorted(map(sample_of, entries))).encode()).hexdigest()
 
 

@@ -1,4 +1,9 @@
-"""Gradients between micro-batches: sums that each rank has of its own, and what was reduced beside them."""
+"""Save and load the accumulated gradients of ``no_sync``: sums of micro-batches that are not reduced yet.
+
+Each rank has its own sum, of other data. So each rank saves its sum, and only the same number of ranks with the same
+layout can load it. ``.grad`` may show the accumulated gradient while a deferred reduced gradient lies beside it: a save
+takes both.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,15 @@ from .errors import CheckpointError
 from .index import Index
 from .reading import OfRank, Source
 
-Kept = dict[str, tuple[int, Tensor, bool]]  # by parameter: its elements from where on; whether it is owed: see set_kept
+# FQN -> (first element of the parameter, elements, whether it is the frozen share)
+Kept = dict[str, tuple[int, Tensor, bool]]
 
 
 def _place(held: LocalParam, flat_param: FlatParam) -> tuple[int, int, int]:
-    """Of a parameter in what no_sync keeps here: where it begins there, its first element there, and how many.
+    """Return where a parameter lies in this rank's accumulated gradient of ``flat_param``.
 
-    That is the whole unsharded gradient; nested: the part that this rank has of it over the ranks of ``param``.
+    The accumulated gradient is the unsharded gradient; with nested strategies, this rank's part over ``param_shards``.
+    Returns: ``(offset in it, first element of the parameter that is there, number of elements)``; zeros if none is.
     """
     placement, layout = flat_param.placement, flat_param.layout
     part = layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
@@ -34,9 +41,10 @@ def _place(held: LocalParam, flat_param: FlatParam) -> tuple[int, int, int]:
 
 
 def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool) -> _C.Block:
-    """Gives ``Kept``, what no_sync has kept. Within, ``.grad`` is what was reduced, of backwards before.
+    """Return a block that gives ``Kept``, the accumulated gradients. In it, ``.grad`` shows the reduced gradients.
 
-    ``saves``: else it is refused. Raises: StateError, ValueError naming a unit.
+    The tensors in ``Kept`` are views. ``saves``: False refuses accumulated gradients instead.
+    Raises: StateError, ValueError naming a unit. At its end ``.grad`` is as before.
     """
 
     def begin() -> Kept:
@@ -66,10 +74,10 @@ def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool)
 
 
 class Sums:
-    """What units are to have kept. Raises: CheckpointError naming the unit for sums that do not fit the ranks here.
+    """The accumulated gradients that a load gives to the units. The constructor reads them and changes no unit.
 
-    ``told``: of this rank's parameters, the first element and how many there are, and whether it is owed; ``values``:
-    those elements.
+    ``told``: FQN -> ``(first element, number of elements, whether it is the frozen share)`` for this rank. ``values``:
+    ``kept.<FQN>`` -> those elements. Raises: CheckpointError naming the parameter, if they do not fit the layout here.
     """
 
     def __init__(self, held: Iterable[LocalParam], told: Mapping[str, Any], values: Mapping[str, Tensor]):
@@ -100,18 +108,18 @@ class Sums:
             parts[k] = kept, flags
 
     def put(self) -> None:
-        """Let the units have them, instead of what they have kept, without showing it."""
+        """Replace the units' accumulated gradients. ``.grad`` does not show them yet."""
         for unit, parts in self._found.items():
             unit.core.set_accumulated([kept for kept, _ in parts], [tuple(flags) for _, flags in parts])
 
     def show(self) -> None:
-        """The units' ``.grad`` are what was reduced: show the sums, where there are some."""
+        """Let ``.grad`` show the accumulated gradients where there are some. It holds the reduced gradients before."""
         for unit in self._found:
             unit.core.show_accumulated(True)
 
 
 def _zeros(flat_param: FlatParam) -> Tensor:
-    """A new sum of what ``flat_param`` keeps."""
+    """Return zeros of the size and dtype of ``flat_param``'s accumulated gradient; float32 for lower precisions."""
     placement, dtype = flat_param.placement, flat_param.flat.dtype
     low = dtype.itemsize < torch.float32.itemsize and dtype.is_floating_point
     numel = flat_param.layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
@@ -127,7 +135,7 @@ def _misfit(name: str, why: str) -> CheckpointError:
 
 
 def sums_of(held: Iterable[LocalParam], index: Index | None, source: Source, me: int, size: int) -> Sums:
-    """What the checkpoint has of them for rank ``me`` of ``size``. Raises: CheckpointError."""
+    """Return the accumulated gradients that the checkpoint has for rank ``me`` of ``size``. Raises: CheckpointError."""
     ranks = [] if index is None else index.ranks
     name = next((name for rank in ranks for name in rank.get("kept", {})), None)
     if name is None:

@@ -1,6 +1,7 @@
-"""The index of a checkpoint: every file, every box, every checksum, and the values that are no tensors.
+"""The index of a checkpoint: every file, box and checksum, and the values that are no tensors.
 
-It is written last: a folder without it is no checkpoint. Its first line has a checksum of the second.
+The first rank writes it last: a folder without an index is no checkpoint. The file has two lines: the first has a
+checksum of the second. ``read_index`` checks all types and ranges (`schema.py`), so that its users need not.
 """
 
 import json
@@ -19,20 +20,34 @@ from .schema import INDEX, misfit
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "flatparam checkpoint", 1
-MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"  # folders
+MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"  # folders in a checkpoint
 _FILE = re.compile(rf"({MODEL}|{OPTIMIZER}|{RANKS})/[\w-]+\.safetensors")
 
 
 @dataclass
 class Index:
-    """What a checkpoint has.
+    """The content of an index.
 
-    ``files``: by name, bytes and the checksum of the header; ``tensors``: by folder and name, the boxes;
-    ``optimizer``: None, or ``groups``, ``optimizers`` (the label of each group's), ``classes`` (by label; older
-    ones have none) and ``states`` (by parameter and key:
-    "box", "one", ``[value, rank]``, with True where pieces have the same, or ``{"pieces": {layout: [value, rank]}}``);
-    ``ranks``: of each rank ``extra``, and where it had other values than the first its ``own`` tensors that no unit
-    manages and their ``own_states``, by name, in its file, and ``modules``; ``units``: how they were spread.
+    | field | content |
+    |---|---|
+    | ``files`` | file -> (bytes, crc32 of its header) |
+    | ``tensors`` | folder -> name -> boxes |
+    | ``optimizer`` | None, or ``groups``, ``optimizers``, ``classes``, ``states`` |
+    | ``optimizers`` | the label of each group's optimizer |
+    | ``classes`` | label -> class; absent in older checkpoints |
+    | ``states`` | FQN -> key -> the form of the value, see below |
+    | ``ranks`` | for each rank ``extra``, ``kept``; if unlike rank 0's, ``own``, ``own_states``, ``modules`` |
+    | ``kept`` | FQN -> (first element, numel, frozen share) of the accumulated gradient |
+    | ``own``, ``own_states`` | name of a tensor that no unit manages, or of its state -> name in the rank's file |
+    | ``units`` | how each unit was sharded, for display |
+
+    | form | meaning |
+    |---|---|
+    | ``"box"`` | a tensor like the parameter, in boxes |
+    | ``"one"`` | another tensor, whole in a file of ``optimizer`` |
+    | ``[value, rank]`` | an encoded value, its tensors in the file of ``rank`` |
+    | ``[value, rank, True]`` | the same, and equal for all ranks' pieces of the parameter |
+    | ``{"pieces": {layout: [value, rank]}}`` | one value for each layout of a piece |
     """
 
     id: str
@@ -46,11 +61,11 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(size for size, _ in self.files.values())
 
     def add_files(self, files: dict[str, Any]) -> None:
-        """Take what one rank has written, as its JSON. Raises: ValueError naming what does not fit."""
+        """Add the files of one rank, from its table as JSON. Raises: ValueError naming the entry that does not fit."""
         for file, told in files.items():
             if not _FILE.fullmatch(file):
                 raise ValueError(f"{file!r} is no name of a file of a checkpoint")
@@ -62,7 +77,7 @@ class Index:
                 folder.setdefault(key, []).append(chunk)
 
     def files_as_json(self) -> dict[str, Any]:
-        """All files as one rank's."""
+        """Return all files as one table, the inverse of ``add_files``."""
         told: dict[str, Any] = {
             file: {"bytes": size, "header": header, "tensors": {}} for file, (size, header) in self.files.items()
         }
@@ -73,7 +88,7 @@ class Index:
         return told
 
     def write(self, folder: Path) -> None:
-        """As ``folder``'s index, down to the disk."""
+        """Write the index into ``folder`` and sync both. Raises: OSError."""
         body = {
             **{"id": self.id, "world_size": self.world_size, "about": self.about, "units": self.units},
             **{"optimizer": self.optimizer, "ranks": self.ranks, "files": self.files_as_json()},
@@ -83,7 +98,7 @@ class Index:
 
 
 def _check_chunk(key: str, chunk: Chunk, size: int) -> None:
-    """Raises: ValueError for a box that is not in its tensor, or not in its file of so many bytes."""
+    """Raises: ValueError for a box that exceeds its tensor or its file of ``size`` bytes, or lacks a checksum."""
     dims = {len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}
     if len(dims) > 1 or any(
         at + count > end for at, count, end in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
@@ -98,7 +113,7 @@ def _check_chunk(key: str, chunk: Chunk, size: int) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """That of a checkpoint. Raises: CheckpointError naming the file and what is wrong, OSError."""
+    """Read and check the index of ``folder``. Raises: CheckpointError naming the file and the misfit, OSError."""
     path = folder / NAME
     body = read_sealed(path)
     try:
@@ -118,7 +133,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _check_body(body: dict[str, Any]) -> None:
-    """Raises: ValueError naming what is not there, or is of another kind."""
+    """Raises: ValueError naming the field that is missing or of another type, or lists of different lengths."""
     why = misfit(body, INDEX)
     if why is not None:
         raise ValueError(why)
@@ -131,7 +146,7 @@ def _check_body(body: dict[str, Any]) -> None:
 
 
 def write_sealed(path: Path, body: Any) -> int:
-    """Write ``body`` as JSON behind its checksum, down to the disk. Returns the checksum."""
+    """Write a line with a checksum, then ``body`` as JSON; sync the file. Returns: the checksum. Raises: OSError."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     seal = zlib.crc32(text)
     with naming(path), open(path, "wb") as file:
@@ -142,7 +157,7 @@ def write_sealed(path: Path, body: Any) -> int:
 
 
 def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
-    """What ``write_sealed`` has written. ``expected``: the checksum that it returned.
+    """Read a file of ``write_sealed``. ``expected``: the checksum that it returned; None: not known.
 
     Raises: CheckpointError naming the file, OSError.
     """

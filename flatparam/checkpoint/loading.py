@@ -1,4 +1,12 @@
-"""Loading: each rank reads the bytes that overlap what it holds; nothing changes until all ranks have checked them."""
+"""``load``: each rank reads the bytes that overlap its shards. No parameter changes before all ranks have checked all.
+
+| step | done by | after a failure |
+|---|---|---|
+| plan: open files, compare names, shapes, dtypes; modules with their own code load buffers | each rank | restored |
+| check: read the bytes of this rank and compare checksums | each rank | restored |
+| agree: the same checkpoint on all ranks, no error on any | through the store | restored on all ranks |
+| commit: read into shards, states and gradients | each rank | loaded in part, and the error says so |
+"""
 
 from __future__ import annotations
 
@@ -38,9 +46,12 @@ from .values import decode
 
 @dataclass
 class Loaded:
-    """``extra``: what this rank has saved, or, where there were fewer ranks, the one of its number modulo theirs;
-    ``world_size``: theirs; ``missing`` and ``unexpected``: names, if it was not strict; ``base``:
-    names of what was saved with ``trainable_only`` left out, and is as the model had it."""
+    """The result of ``load``.
+
+    ``world_size``: the number of ranks that saved; None: not a checkpoint of flatparam. ``extra``: the one that rank
+    ``rank % world_size`` saved. ``missing``, ``unexpected``: names, if the load was not strict. ``base``: names that a
+    save with ``trainable_only`` left out; they keep the model's values.
+    """
 
     summary: Summary
     extra: Any = None
@@ -62,27 +73,27 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     progress: bool = False,
 ) -> Loaded:
-    """Load a checkpoint into ``model`` and ``optimizer``, at any number of ranks, strategy and units.
+    """Load a checkpoint into ``model`` and ``optimizer``. Ranks, strategy and units may differ from the save's.
 
-    A call that all ranks of ``process_group`` (the world) make. First everything is checked: names, shapes, dtypes, and
-    the checksums of all bytes that this rank will read. When all ranks have done that, each reads into its shards.
-    With ``optimizer``, gradients are those of the checkpoint, or None.
+    All ranks of ``process_group`` must call it. Each rank first checks names, shapes, dtypes, and the checksums of all
+    bytes that it will read. When all ranks have checked, each reads into its shards. With ``optimizer``, ``.grad`` gets
+    the checkpoint's gradients, or None.
 
     Args:
-        path: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
+        path: a checkpoint of flatparam; a folder of torch's distributed checkpoint; a safetensors file, or an index.
         model: wrapped or plain, the same on all ranks.
-        optimizer: one, or a list or dict of several, as they were saved.
-        strict: every name of the model must be there, and no other.
-        convert: what to take of the state of an optimizer of another class: its keys there, and what they are called
-            here. Other keys are dropped, and the settings of the groups stay. ``{}``: the state starts anew.
+        optimizer: one, or a list or dict of several, with the labels of the save.
+        strict: the checkpoint must have every name of the model, and no other.
+        convert: for an optimizer of another class than the saved one: maps keys of the saved state to keys here. Other
+            keys are dropped, and the groups keep their settings. ``{}``: the state starts anew.
         check_finite: refuse NaN and infinities.
-        trusted: read torch's ``.metadata``, a pickle that can run anything.
-        process_group: the ranks that hold the model.
+        trusted: allow torch's ``.metadata``, a pickle that can run code.
+        process_group: the ranks that hold the model; None: the world.
         progress: show a bar on rank 0.
 
     Raises:
-        CheckpointError: on every rank alike, naming rank, file and tensor; model and optimizer are as before. Where
-            reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
+        CheckpointError: on every rank, naming rank, file and tensor. Model and optimizer are as before, unless a read
+            fails after all checks or a ``set_extra_state`` raises: then it says that the model is loaded in part.
     """
     rendezvous = Rendezvous(process_group, "checkpoint.load")
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
@@ -104,7 +115,7 @@ def load(
             error.__cause__ = caught
         read = rendezvous.agree(loading.bytes, error, sum, is_last=True)
     finally:
-        error = None  # it has this frame, which has the model
+        error = None  # its traceback holds this frame, and with it the model
         loading.close()
         seconds = meter.close()
     if loading.into[0].rounded and rendezvous.is_first:
@@ -126,7 +137,7 @@ def load(
 
 
 def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
-    """The ``extra`` that one rank has saved. No collective call. Raises: CheckpointError, OSError."""
+    """Return the ``extra`` that ``rank`` saved. No collective call. Raises: CheckpointError, OSError."""
     source = Checkpoint(Path(os.path.abspath(path)))
     try:
         with naming_checkpoint(source.folder):
@@ -138,11 +149,13 @@ def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
 
 
 def read_extra_of(source: Source, index: Index, rank: int) -> Any:
-    """The same of an open one."""
+    """Return the ``extra`` that ``rank`` saved, from an open checkpoint. Raises: CheckpointError, OSError."""
     return decode(index.ranks[rank].get("extra"), OfRank(source, rank))
 
 
 class _Loading:
+    """One load on this rank: owns the open files, and the copies of buffers until ``commit``."""
+
     def __init__(self, model: nn.Module, optimizer: Any, rendezvous: Rendezvous):
         self.path, self.model, self.optimizer, self.rendezvous = Path(), model, optimizer, rendezvous
         self.source: Source | None = None
@@ -151,9 +164,9 @@ class _Loading:
         self.sums: Sums | None = None
         self.extra: Any = None
         self.digest = ""
-        self.base_sums: dict[str, int] = {}  # of what is not in the checkpoint, and is here
+        self.base_sums: dict[str, int] = {}  # of the model's base parameters, for the first rank to compare
         self._of_modules: list[tuple[Any, Any]] = []
-        self._taken: Taken | None = None  # what modules have loaded so far, which is undone unless all ranks go on
+        self._taken: Taken | None = None  # the modules' own load: close() undoes it, unless commit() has begun
 
     @property
     def index(self) -> Index | None:
@@ -161,12 +174,12 @@ class _Loading:
 
     @property
     def bytes(self) -> int:
-        """That this rank reads."""
+        """The number of bytes that this rank reads."""
         return sum(read.out.numel() * read.out.itemsize for targets in self.into for read in targets.reads)
 
     @torch.inference_mode(False)
     def plan(self, strict: bool, trusted: bool, check_finite: bool, convert: Convert) -> None:
-        """Open the files and find out what goes where."""
+        """Open the files and plan all reads. Modules with their own code load buffers already. Raises: Exception."""
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
         self.digest = source.digest
@@ -197,7 +210,7 @@ class _Loading:
             self.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
 
     def _plan_modules(self, strict: bool) -> dict[str, Any]:
-        """Find what modules take by ``set_extra_state``. Returns by name what else they gave that is no tensor."""
+        """Plan the calls of ``set_extra_state``. Returns: name -> other values that modules gave to the state dict."""
         index, source = self.index, self.source
         if index is None or source is None:
             return {}
@@ -210,18 +223,18 @@ class _Loading:
 
     @property
     def _is_as_saved(self) -> bool:
-        """Whether this rank is one of those that have saved."""
+        """Whether as many ranks saved: each rank then loads the values that it saved alone."""
         return self.index is not None and self.index.world_size == self.rendezvous.size
 
     def _own(self, kind: str) -> Mapping[str, list[Chunk]]:
-        """What this rank alone has saved: tensors that no unit manages, or states of those."""
+        """Return the boxes that this rank saved alone. ``kind``: "own" (tensors without a unit) or "own_states"."""
         if self.source is None or self.index is None or not self._is_as_saved:
             return {}
         own = OfRank(self.source, self.rendezvous.rank)
         return {name: own.chunks(key) for name, key in self.index.ranks[self.rendezvous.rank].get(kind, {}).items()}
 
     def check(self, meter: Meter) -> None:
-        """Compare all bytes that will be read with their checksums."""
+        """Compare the bytes that this rank will read with their checksums. Raises: as ``Source.check``."""
         assert self.source is not None
         meter.expect(self.bytes)
         with naming_checkpoint(self.path):
@@ -233,13 +246,13 @@ class _Loading:
     @torch.inference_mode(False)
     @torch.no_grad()
     def commit(self) -> None:
-        """Read into the shards; tell the units. Raises: FileError, OSError."""
+        """Read into the shards, tell the units, set states and gradients. A failure leaves the model loaded in part."""
         assert self.source is not None
         for targets in self.into:
             for read in targets.reads:
                 self.source.read(read)
         computed = {} if self._taken is None else self._taken.values
-        self._taken = None  # from here on the model is loaded, if in part
+        self._taken = None  # from here on nothing is undone
         for held, whole in computed.items():
             held.flat.copy_(piece_of(held, whole))
         for held in self.into[0].touched:
@@ -263,7 +276,10 @@ class _Loading:
             self.sums.show()
 
     def compare(self, said: list[Any]) -> None:
-        """On the first rank: ``said`` by all. Raises: CheckpointError for other checkpoints, and for another base."""
+        """On the first rank: compare the digests and base sums that all ranks ``said``.
+
+        Raises: CheckpointError, if ranks have different checkpoints, or the model has another base.
+        """
         for rank, (other, _) in enumerate(said):
             if other != self.digest:
                 raise CheckpointError(

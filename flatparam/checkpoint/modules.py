@@ -1,6 +1,8 @@
-"""What modules give to a state dict beside parameters and buffers, and take from one: their own code is asked.
+"""Run the modules' own code for state dicts during a save or a load, without gathering a parameter.
 
-That is overrides and hooks of ``state_dict`` and ``load_state_dict``. A model without such is not asked.
+Modules may override or hook ``state_dict`` and ``load_state_dict``: they rename, add or drop entries. This runs that
+code on stand-ins (`shown.py`), which have shapes and no values, and finds out which entry is which parameter. A model
+without such code is not run. No collective calls: each rank runs it alone, and the checkpoint compares the results.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ from .reading import OfRank, Source
 from .shown import StandIns, shown
 from .values import decode
 
-_OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # whose hooks rename as we do
+_OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # its hooks rename as bare_names does
 _EXTRA = "_extra_state"
-_PLAIN = {"version": 1}  # what torch notes of a module that says nothing
+_PLAIN = {"version": 1}  # torch's metadata for a module without its own
 
 
 @dataclass
 class Given:
-    """What a state dict has: ``names`` of what is held; ``tensors`` and ``values`` beside; ``metadata`` of modules, by
-    path, where it is not torch's usual."""
+    """A sorted state dict. ``names``: the keys of each parameter and buffer; ``tensors``, ``values``: other entries.
+
+    ``metadata``: path of a module -> its metadata, if it is not torch's default.
+    """
 
     names: dict[LocalParam, list[str]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -47,10 +51,10 @@ class Given:
 
 @dataclass
 class Taken:
-    """What modules have loaded by themselves, and what is to be read into parameters.
+    """The outcome of the modules' own load.
 
-    ``names``: in the file, of what is held; ``values``: of what their code has computed; ``itself``: the buffers that
-    are loaded already.
+    ``names``: parameter or buffer -> names in the file to read it from. ``values``: whole tensors that a module's code
+    computed. ``itself``: buffers that a module has loaded already. ``before``: the copy that undoes the load.
     """
 
     names: dict[LocalParam, list[str]]
@@ -71,7 +75,7 @@ def _overrides(module: nn.Module, name: str, *known: Any) -> bool:
 
 
 def gives_by_itself(module: nn.Module) -> bool:
-    """Whether code of ``module`` decides what it gives to a state dict."""
+    """Whether ``module`` has an override or a hook, not ours, for saving a state dict."""
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return (
         _overrides(module, "_save_to_state_dict")
@@ -81,7 +85,10 @@ def gives_by_itself(module: nn.Module) -> bool:
 
 
 def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
-    """The same of loading one. ``fits``: names of the file are the model's: then batch norm's adds nothing."""
+    """Whether ``module`` has an override or a hook, not ours, for loading a state dict.
+
+    ``fits``: the file has exactly the model's names. Batch norm's override then has nothing to add, and is ignored.
+    """
     known = () if not fits else (nn.modules.batchnorm._NormBase._load_from_state_dict,)
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return (
@@ -92,10 +99,10 @@ def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
 
 
 def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
-    """What ``module``'s state dict has; None: ``held``, and nothing else. No collective call.
+    """Return the sorted state dict of ``module``; None: it has ``held`` and nothing else. No collective call.
 
-    Raises: CheckpointError naming what cannot be kept: a parameter that it gives otherwise, a value of another kind;
-    whatever a module raises.
+    Raises: CheckpointError naming the entry, if a hook gives another value for a parameter, or a tensor that no file
+    can hold; and any exception of a module.
     """
     if not any(gives_by_itself(inner) or takes_by_itself(inner) for inner in module.modules()):
         return None
@@ -123,7 +130,7 @@ def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
             found.tensors[name] = _tensor(name, value)
         elif name.rpartition(".")[2] != _EXTRA:
             found.values[name] = value
-    for one in held:  # what a state dict leaves out is saved all the same
+    for one in held:  # parameters that the state dict leaves out are saved too
         names = found.names.setdefault(one, one.names)
         for name in names if names is one.names else ():
             if any(name in others for other, others in found.names.items() if other is not one):
@@ -141,7 +148,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def _tensor(name: str, value: Tensor) -> Tensor:
-    """Raises: CheckpointError for what no file has."""
+    """Return ``value``, detached. Raises: CheckpointError if no file can hold it."""
     kind = type(value).__name__
     if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.dtype in NAMES:
         if not value.is_meta:
@@ -163,10 +170,12 @@ def take(
     values: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> Taken | None:
-    """Have ``module`` load what ``source`` has, but for the values of parameters; None: it has no code for that.
+    """Let ``module`` load a state dict of ``source`` with stand-ins for parameters. None: it has no code for loading.
 
-    No collective call. ``own``: boxes of this rank alone; ``values``: what is no tensor; ``about``: of the index.
-    Raises: whatever a module raises; CheckpointError for what cannot be kept; the module is as it was then.
+    Buffers get their values. The caller reads the parameters, by ``Taken.names``. No collective call.
+    ``own``: boxes that this rank saved alone; ``values``: entries that are no tensors; ``about``: the index's.
+    Raises: any exception of a module; CheckpointError if a module computes with a parameter or keeps a stand-in. All
+    attributes are restored then.
     """
     names = {name for one in held for name in one.names}
     base: Mapping[str, Any] = about.get("base", {})
@@ -213,21 +222,23 @@ def take(
         _put_values(module, stand_ins)
     except BaseException as error:
         before.restore()
-        if type(error) is RuntimeError:  # torch's, in several lines, with the names of units
+        if type(error) is RuntimeError:  # torch's: several lines, with the names of wrappers
             raise CheckpointError(" ".join(clean_tensor_name(str(error)).split())) from error
         raise
     return _taken(held, stand_ins, result, before, source, bare_names(module))
 
 
 def _paths(module: nn.Module) -> dict[str, str]:
-    """Each path of a module, and that in the bare model."""
+    """Map the path of each module to its path in the unwrapped model."""
     bare = bare_names(module)
     return {path: bare(path) for path, _ in module.named_modules()}
 
 
 def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
-    """``state`` with the names that torch comes to: those of the modules here, but for units and checkpoint wrappers,
-    which rename by hooks."""
+    """Return ``state`` with the keys that torch's ``load_state_dict`` expects of the modules here.
+
+    Units and checkpoint wrappers are left out of the keys: their hooks put them in.
+    """
     known = {clean: without_wrappers(path) for path, clean in paths.items()}
     found: Any = OrderedDict()
     for name, value in state.items():
@@ -256,7 +267,7 @@ def _taken(
         if one.is_buffer and one not in stand_ins.copied and not set(one.names) <= set(missing):
             found.itself.add(one)
     loaded = {*found.names, *found.values, *found.itself}
-    for one in held:  # its module leaves it as it is; what was saved is what it had
+    for one in held:  # its module did not load it: read the saved value as it is
         here = next((name for name in one.names if name in source.model and name not in missing), None)
         if one not in loaded and here is not None:
             found.names[one] = [here]
@@ -268,7 +279,7 @@ def _taken(
 
 
 def _check_kind(name: str, chunk: Chunk, one: LocalParam | None) -> None:
-    """Raises: CheckpointError for a buffer that would be converted to another kind."""
+    """Raises: CheckpointError if loading buffer ``one`` would convert it to another kind of dtype."""
     dtype = DTYPES.get(chunk.dtype)
     if one is not None and one.shape == chunk.shape and not may_become(dtype, one.owner.dtype):
         raise CheckpointError(
@@ -277,9 +288,9 @@ def _check_kind(name: str, chunk: Chunk, one: LocalParam | None) -> None:
 
 
 def _put_values(module: nn.Module, stand_ins: StandIns) -> None:
-    """Let modules have the values of what they have kept of a file.
+    """Replace stand-ins of the file's tensors that modules have kept, in attributes and buffers, with their values.
 
-    Raises: CheckpointError naming one that is kept where it cannot be found.
+    Raises: CheckpointError naming a tensor whose stand-in somebody else still refers to.
     """
     for inner in module.modules():
         for mapping in (vars(inner), inner._buffers):

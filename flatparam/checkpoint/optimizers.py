@@ -1,4 +1,7 @@
-"""An optimizer's state by the names of parameters: which tensors are like a parameter, and what of them is here."""
+"""Optimizers by the FQNs of their parameters: labels, groups, states, and the elements of states on this rank.
+
+Saves and loads share this view. It reads optimizers; only ``set_state`` changes one. No collective calls.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from .pieces import InHandle
 
 
 def labelled(given: Any) -> dict[str, Any]:
-    """The optimizers in ``given``: one, which has no label, a list of them, which has numbers, or a dict.
+    """Map labels to optimizers. ``given``: one (label ""), a list (labels "0", "1", ...) or a dict.
 
-    Raises: CheckpointError for labels that are the same text.
+    Raises: CheckpointError if two labels are the same text.
     """
     if isinstance(given, Mapping):
         found = {str(label): one for label, one in given.items()}
@@ -35,9 +38,11 @@ def labelled(given: Any) -> dict[str, Any]:
 
 
 class Named:
-    """Optimizers whose parameters are those that ``held`` tells of.
+    """Optimizers whose parameters are in ``held``.
 
-    Raises: CheckpointError for a parameter that is not among them, or in two of them.
+    ``groups``: (settings, parameters) for each group of all optimizers, in order; ``labels``: of each group's
+    optimizer; ``held``: id of a stepped tensor -> the parameters in it.
+    Raises: CheckpointError for a parameter that is not in ``held``, or in two optimizers.
     """
 
     def __init__(self, given: Any, held: Iterable[LocalParam]):
@@ -80,7 +85,7 @@ class Named:
         self.unlike = keys_of_one_shape(states)
 
     def params(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
-        """Each parameter that it steps, once, and what lies in it."""
+        """Yield ``(stepped tensor, the parameters in it)``, each tensor once."""
         seen = set()
         for group in self.param_groups:
             for param in group["params"]:
@@ -89,13 +94,13 @@ class Named:
                     yield param, self.held[id(param)]
 
     def others(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
-        """The parameters of the model that no optimizer steps: they have gradients, too."""
+        """Yield the same for parameters that no optimizer steps. They may have gradients too."""
         for held in self.held.values():
             if id(held[0].owner) not in self.group_of and not held[0].is_buffer:
                 yield held[0].owner, held
 
     def check_keys(self) -> None:
-        """Raises: CheckpointError for state that is of no parameter, or whose key no checkpoint has."""
+        """Raises: CheckpointError for state that belongs to no parameter, or whose key is no str or is ".grad"."""
         for label, one in self.optimizers.items():
             for param, state in one.state.items():
                 if not isinstance(param, Tensor):
@@ -111,11 +116,11 @@ class Named:
                         )
 
     def state_of(self, param: Tensor) -> Any:
-        """What its optimizer keeps for ``param``."""
+        """Return the state of ``param`` in its optimizer; empty if there is none."""
         return self._optimizer_of[id(param)][1].state.get(param, {})
 
     def set_state(self, param: Tensor, values: dict[str, Any]) -> None:
-        """Have its optimizer keep ``values``, or nothing."""
+        """Replace the state of ``param`` in its optimizer. Empty ``values`` remove it."""
         state = self._optimizer_of[id(param)][1].state
         if values:
             state[param] = values
@@ -123,24 +128,31 @@ class Named:
             state.pop(param, None)
 
     def lies_whole(self, held: LocalParam) -> bool:
-        """Whether the optimizer here has all of a parameter, in its own shape, so that its state is the parameter's."""
+        """Whether the optimizer on this rank steps all of ``held`` and nothing else, in its own shape."""
         if not held.is_sharded and len(self.held[id(held.owner)]) == 1:
             return True
         return tuple(held.owner.shape) == held.shape and held.numel == math.prod(held.shape)
 
     def layout_of(self, param: Tensor) -> str:
-        """The same for the same elements of the same parameters, in the same shape."""
+        """Return a digest of the shape of ``param`` and of the elements in it. Equal for pieces cut in the same way."""
         held = [(one.name, one.start, one.numel) for one in self.held[id(param)] if one.numel]
         return hashlib.sha256(repr((tuple(param.shape), held)).encode()).hexdigest()[:16]
 
 
-GRADIENT = ".grad"  # what the optimizer is to step with is saved as a state of that name
+GRADIENT = ".grad"  # a gradient is saved as a state with this key
 
 
 class State(NamedTuple):
-    """One value of a parameter's state. ``kind``: "box": ``value`` is the 1-D tensor of the elements here; "one": a
-    tensor that has no element for each of the parameter; "value": no tensor. ``of_piece``: it may belong to the
-    elements here alone: ranks that hold others may have another value."""
+    """One value of a parameter's state.
+
+    | ``kind`` | ``value`` |
+    |---|---|
+    | ``"box"`` | the elements on this rank of a tensor like the parameter, 1-D |
+    | ``"one"`` | another tensor |
+    | ``"value"`` | no tensor |
+
+    ``of_piece``: the value may describe only the elements on this rank; ranks with other elements may have another one.
+    """
 
     held: LocalParam
     key: str
@@ -150,7 +162,7 @@ class State(NamedTuple):
 
 
 def states_of(named: Named) -> Iterator[State]:
-    """The state of each parameter that this rank has elements of. Raises: CheckpointError."""
+    """Yield the states and gradients of all parameters with elements on this rank. Raises: CheckpointError."""
     named.check_keys()
     stepped = ((param, held, named.state_of(param).items()) for param, held in named.params())
     for param, held, state in itertools.chain(stepped, ((param, held, ()) for param, held in named.others())):
@@ -162,7 +174,7 @@ def states_of(named: Named) -> Iterator[State]:
 
 
 def _gradient(param: Tensor, held: list[LocalParam]) -> Iterator[tuple[str, Tensor]]:
-    """Its ``.grad`` as a state, if there is one. Raises: CheckpointError for one that cannot be saved."""
+    """Yield ``.grad`` as a state, if there is one. Raises: CheckpointError if it cannot be saved."""
     grad = param.grad
     if grad is None:
         return
@@ -195,7 +207,7 @@ def _kind(named: Named, param: Tensor, held: LocalParam, key: str, value: Any) -
 
 
 def in_owners_order(value: Tensor, owner: Tensor) -> Tensor:
-    """The elements of ``value``, of ``owner``'s shape, 1-D, in the order of ``owner``'s memory; a view if it can be."""
+    """Return ``value``, of ``owner``'s shape, 1-D in ``owner``'s memory order: a view if the strides allow it."""
     value = value.detach()
     if value.stride() == owner.stride() or (value.is_contiguous() and owner.is_contiguous()):
         return value.as_strided((value.numel(),), (1,))
@@ -203,5 +215,5 @@ def in_owners_order(value: Tensor, owner: Tensor) -> Tensor:
 
 
 def like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new state tensor of ``param``'s shape and strides, zero where no parameter is."""
+    """Return a new state tensor of ``param``'s shape and strides. Zeros: padding belongs to no parameter."""
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -1,4 +1,7 @@
-"""Which elements this rank writes of what it holds, and what it holds of parameters in LayerZero's handles."""
+"""List the parameters and buffers on this rank, those in LayerZero's handles too, and choose the elements it writes.
+
+Replicas share the writing: each element is written by one rank. Nothing is communicated: the placement decides.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ..layer_zero.states import IDLE
 
 @dataclass(eq=False, kw_only=True)
 class InHandle(LocalParam):
-    """A parameter in a handle that is driven by hand, which has cut it."""
+    """A parameter that LayerZero's handle has sharded."""
 
     handle: FlatParamHandle
 
@@ -39,9 +42,9 @@ class InHandle(LocalParam):
 
 
 def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalParam]:
-    """What this rank holds of ``module``, also in handles. ``trainable_only``: frozen parameters are not read.
+    """Yield the parameters and buffers on this rank, also in handles. ``trainable_only``: do not refuse frozen ones.
 
-    Raises: ValueError for what something else has cut.
+    Raises: ValueError for a tensor that another library has sharded.
     """
 
     def other(name: str, tensor: Tensor) -> LocalParam | None:
@@ -55,9 +58,9 @@ def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalP
 
 
 def written(held: LocalParam, rank: int) -> tuple[int, int]:
-    """The elements ``[begin, end)`` of the whole that this rank writes, and not another replica of it.
+    """Return the elements ``[begin, end)`` of the whole tensor, in its memory order, that this rank writes.
 
-    ``rank``: its number among those that save: 0 writes what all have.
+    Replicas of a shard write equal parts of it. ``rank``: in the group that saves; rank 0 writes unsharded tensors.
     """
     if isinstance(held, InHandle):
         return held.start, held.start + held.numel
@@ -75,7 +78,10 @@ def written(held: LocalParam, rank: int) -> tuple[int, int]:
 
 
 def _in_handle(name: str, tensor: Tensor) -> LocalParam | None:
-    """Raises: ValueError for a tensor that is cut by something else, or a handle that is in the middle of a pass."""
+    """Return the parameter of ``tensor`` in its handle; None: it is in none, or the handle has not sharded it.
+
+    Raises: ValueError for a tensor of another library's class, or if the handle is in the middle of a pass.
+    """
     handle = owner_of(tensor)
     if handle is None or not handle._flat.is_sharded(handle.flat_param):
         if type(tensor) not in (Tensor, nn.Parameter):

@@ -1,4 +1,8 @@
-"""What this rank writes of a model and its optimizer: boxes of whole parameters, planned from the layout alone."""
+"""Plan a save on this rank: the boxes that it writes, and the values that it tells the first rank for the index.
+
+The plan follows from the layout. No collective call, and nothing is written. `saving.py` carries it out; until then the
+tensors in the plan are views of the model's memory, so a save in the background copies them first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from .optimizers import GRADIENT, Named, states_of
 from .pieces import InHandle, all_held, written
 from .values import encode
 
-# What must be the same on all ranks: what it is called, and what to do where it is not
+# Kind of value that must be equal on all ranks -> (its name in messages, advice if it is not)
 ALIKE = {
     "gradient": (
         "the gradient of",
@@ -42,8 +46,11 @@ ALIKE = {
 
 @dataclass
 class Alone:
-    """What ranks may have other values of: tensors that no unit manages, optimizer states of those, and what modules
-    give, with its tensors."""
+    """Values that may differ between ranks, as no unit manages them.
+
+    ``tensors``: parameters and buffers; ``states``: their optimizer states; ``modules``: extra states and other entries
+    of state dicts, encoded, with their tensors in ``of_modules``.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -51,13 +58,17 @@ class Alone:
     of_modules: dict[str, Tensor] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """The same where ranks have the same of all."""
+        """Return a digest, equal on ranks with equal values."""
         return digest({**self.tensors, **self.states, **self.of_modules, None: self.modules})
 
 
 @dataclass
 class SavePlan:
-    """``parts``: by the name of the file; ``told``: of this rank, for the index."""
+    """The plan of one rank.
+
+    ``parts``: file -> boxes to write. ``told``: values for the index, as JSON. ``held``: parameters and buffers here.
+    ``alone``: values that are written only if they differ from rank 0's.
+    """
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +80,7 @@ class SavePlan:
         return sum(part.tensor.numel() * part.tensor.itemsize for parts in self.parts.values() for part in parts)
 
     def add(self, folder: str, key: str, held: LocalParam, values: Tensor, rank: int) -> None:
-        """Queue the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""
+        """Add the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""
         refuse_freed(values, f"`{key}`")
         begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
@@ -81,13 +92,13 @@ class SavePlan:
             self._put(folder, i, rank, part)
 
     def add_own(self, values: dict[str, Tensor], rank: int) -> None:
-        """Have tensors of this rank alone written."""
+        """Add tensors to this rank's own file. ``values``: name -> tensor."""
         for key, value in values.items():
             refuse_freed(value, f"`{key}`")
             self._put(RANKS, 0, rank, Part(key, tuple(value.shape), (0,) * value.dim(), value))
 
     def keep_alone(self, rank: int, differs: bool) -> None:
-        """Have written what this rank has otherwise than the first, if it ``differs``."""
+        """Add the values of ``alone``. ``differs``: they differ from rank 0's, so this rank writes its own."""
         alone = self.alone
         if differs:
             for kind, tensors in (("own", alone.tensors), ("own_states", alone.states)):
@@ -100,13 +111,16 @@ class SavePlan:
     def _put(self, folder: str, box: int, rank: int, part: Part) -> None:
         if part.tensor.dtype not in NAMES:
             raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
-        # torch's reader takes one box of a name from a file, so the second boxes are in a second file
+        # torch's reader takes one box of a name from a file: a second box goes into another file
         name = f"rank-{rank:05}" if folder == RANKS else f"shard-{rank + 1:05}-model-{box + 1:05}"
         self.parts.setdefault(f"{folder}/{name}.safetensors", []).append(part)
 
 
 def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainable_only: bool = False) -> SavePlan:
-    """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
+    """Return the plan of ``rank``. Nothing is written; ``.grad`` and the model are as before.
+
+    Raises: CheckpointError, StateError or ValueError naming the parameter or value that cannot be saved.
+    """
     check_idle(module, "checkpoint.save")
     units = list(unit_paths(module))
     for unit in units:
@@ -147,7 +161,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
 
 
 def _plan_base(plan: SavePlan, base: dict[LocalParam, str], rank: int) -> None:
-    """Have told what parameters there are beside those that are saved. Raises: CheckpointError where all are."""
+    """Describe the parameters in ``base``, which are left out. Raises: CheckpointError if none is left to save."""
     if not any(one not in base and not one.is_buffer for one in plan.held):
         raise CheckpointError("trainable_only=True saves parameters that require grad, and the model has none")
     plan.told["base"] = {name: description(one) for one, name in base.items()}
@@ -155,7 +169,7 @@ def _plan_base(plan: SavePlan, base: dict[LocalParam, str], rank: int) -> None:
 
 
 def _plan_given(plan: SavePlan, given: Given, rank: int) -> None:
-    """Have written what modules give by themselves: tensors as the model's, the rest as what modules tell."""
+    """Add the entries of the modules' own code: tensors to the model's files, other values to the index."""
     plan.alone.tensors |= given.tensors
     for name, value in given.values.items():
         plan.alone.modules[name] = encode(value, name, plan.alone.of_modules)
@@ -174,8 +188,8 @@ def _plan_given(plan: SavePlan, given: Given, rank: int) -> None:
 
 
 def check_idle(module: nn.Module, what: str) -> None:
-    """Raises: StateError naming a unit that is in the middle of a pass or summoned; CheckpointError for a wrapper of
-    torch's."""
+    """Raises: StateError naming a unit that is in the middle of a pass or summoned; CheckpointError if torch's
+    FullyShardedDataParallel wraps a module."""
     for path, inner in module.named_modules():
         if isinstance(inner, Wrapper):
             inner._check_idle_here(what)
@@ -187,7 +201,7 @@ def check_idle(module: nn.Module, what: str) -> None:
 
 
 def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
-    """What modules give by ``get_extra_state``, by its name in a state dict."""
+    """Map keys of a state dict to encoded results of ``get_extra_state``; their tensors go into ``values``."""
     found, bare = {}, bare_names(module)
     for path, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
@@ -197,6 +211,7 @@ def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str
 
 
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
+    """Add states, gradients and groups of the optimizers. ``values`` gets the tensors in encoded values."""
     states: dict[str, dict[str, Any]] = {}
     pieces: dict[str, dict[str, list[Any]]] = {}
     alike: dict[str, dict[str, str]] = {kind: {} for kind in ALIKE}
@@ -216,7 +231,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             else:
                 alike["gradient" if key == GRADIENT else "value"][held.name if key == GRADIENT else name] = _seen(value)
         if begin != 0 or end == 0:
-            continue  # what has no elements comes from the rank that writes the first one
+            continue  # the rank of the first element writes the other values
         if kind == "value" or (of_piece and value.dim()):
             found = pieces[held.name][key][2] if of_piece else encode(value, name, values)
             states.setdefault(held.name, {})[key] = [found, rank]
@@ -235,9 +250,11 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
 
 
 def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
-    """What rank 0 compares: of which elements, a digest, the value, whether it has tensors, and such with dimensions.
+    """Return what rank 0 compares of a value that may describe this rank's piece only.
 
-    The tensors go into ``values``, once for a flat parameter; None is the value of its other parameters.
+    ``[layout of the piece, digest, encoded value, whether it has tensors, whether one has dimensions, whether the
+    stepped tensor holds several parameters]``. Its tensors go into ``values`` once for a flat parameter: the encoded
+    value is None for the other parameters in it.
     """
     inner: dict[str, Tensor] = {}
     in_owner = named.held[id(held.owner)]
@@ -253,14 +270,14 @@ def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, valu
 
 
 def _seen(value: Any) -> str:
-    """A digest of a value and of the tensors in it."""
+    """Return a digest of a value and of the tensors in it."""
     inner: dict[str, Tensor] = {}
     plain = encode(value, "", inner)
     return digest({**inner, None: plain})[:16]
 
 
 def digest(values: Mapping[Any, Any]) -> str:
-    """The same where ranks have the same of them."""
+    """Return a digest of names, values, and the bytes of tensors."""
     found = hashlib.sha256()
     for name, value in values.items():
         if not isinstance(value, Tensor):
@@ -272,7 +289,7 @@ def digest(values: Mapping[Any, Any]) -> str:
 
 
 def describe_units(module: nn.Module) -> list[dict[str, Any]]:
-    """How each unit is spread: over which ranks, in the order of shards."""
+    """Describe how each unit is sharded, for the index. ``ranks``: global ranks in the order of their shards."""
     strategies = {id(w._unit): w.sharding_strategy.name for w in module.modules() if isinstance(w, Wrapper)}
     found, bare = [], bare_names(module)
     for path, unit in units_in(module):

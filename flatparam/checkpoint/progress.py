@@ -1,4 +1,4 @@
-"""How far a save or a load is, and what it came to."""
+"""Progress bars and summaries of saves, loads and exports."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 try:
     from tqdm import tqdm
-except ModuleNotFoundError:  # of the extra `demo`
+except ModuleNotFoundError:  # it comes with the extra `demo`
     tqdm = None
 
-_GONE = (OSError, ValueError)  # what is raised where standard error is closed
+_GONE = (OSError, ValueError)  # raised if standard error is closed
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was moved. ``bytes``: by all ranks; ``own_bytes``: by this one; ``seconds``: from the call to its end."""
+    """The result of a save, load or export. ``bytes``: of all ranks; ``own_bytes``: of this one.
+
+    ``id``: the checkpoint's; None for foreign files. ``seconds``: from the call to its end.
+    """
 
     path: str
     id: str | None
@@ -32,7 +35,7 @@ class Summary:
 
 
 class Meter:
-    """Counts bytes; shows a bar on standard error if asked, as long as that is there, if ``tqdm`` is installed."""
+    """Counts bytes and time. ``shows``: also show a bar on standard error, if ``tqdm`` is installed."""
 
     def __init__(self, what: str, shows: bool):
         self.begin = time.monotonic()
@@ -43,7 +46,7 @@ class Meter:
                 self._bar = tqdm(total=0, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False)
 
     def _show(self, change: str, *arguments: int) -> None:
-        """Go on without a bar where standard error is gone: the other ranks wait for this one."""
+        """Update the bar. If standard error is closed, go on without one: other ranks wait for this one."""
         if self._bar is not None:
             try:
                 getattr(self._bar, change)(*arguments)
@@ -51,15 +54,15 @@ class Meter:
                 self._bar = None
 
     def expect(self, total: int) -> None:
-        """Know how many bytes there will be."""
+        """Set the number of bytes at the end of the bar."""
         self._show("reset", total)
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Count ``count`` more bytes."""
         self.bytes += count
         self._show("update", count)
 
     def close(self) -> float:
-        """The seconds that it took."""
+        """Remove the bar. Returns: seconds since the meter was made."""
         self._show("close")
         return time.monotonic() - self.begin

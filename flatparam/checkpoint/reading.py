@@ -1,4 +1,8 @@
-"""A checkpoint that is there: its files opened as they are needed, and compared with their checksums."""
+"""Read an existing checkpoint: open files when they are needed, and compare bytes with their checksums.
+
+``Source`` is the interface that loads and exports use; ``Checkpoint`` reads flatparam's, `foreign.py` the others. A
+source belongs to one thread. This knows no models and no ranks of the current run.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +24,33 @@ from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
 
-MOST_OPEN = 64  # files
-Look = Callable[[Chunk, Tensor], None]  # is given what was read of a box
+MOST_OPEN = 64  # at most so many files are open
+Look = Callable[[Chunk, Tensor], None]  # called with elements of a box that were read
 
 
 class Source:
-    """What a load reads from. ``model``, ``optimizer`` and ``own``: boxes by name; ``index``: None of foreign files."""
+    """An open checkpoint. ``model``, ``optimizer``: name -> boxes; ``own``: the same for the files of single ranks.
+
+    ``index``: None for foreign files. The opener calls ``close``.
+    """
 
     index: Index | None = None
     model: Mapping[str, list[Chunk]]
     optimizer: Mapping[str, list[Chunk]]
     own: Mapping[str, list[Chunk]] = {}
-    digest: str  # the same on ranks that read the same
-    look: Look | None = None  # is given all of what ``whole`` reads
+    digest: str  # equal on ranks that read the same checkpoint
+    look: Look | None = None  # called with each tensor that ``whole`` reads
 
     def entry(self, chunk: Chunk) -> Entry:
-        """``chunk`` in its file, open."""
+        """Open the file of ``chunk`` and return the entry. Raises: CheckpointError, FileError, OSError."""
         raise NotImplementedError
 
     def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
-        """Compare bytes ``[begin, end)`` of ``chunk`` with their checksums, once; returns how many were read.
+        """Compare bytes ``[begin, end)`` of ``chunk`` with their checksums. Returns: the number of bytes read.
 
-        ``look``: is given the elements. Raises: CheckpointError naming file and tensor, FileError, OSError.
+        Bytes that were compared before are not read again. ``look``: called with the elements. Foreign files have no
+        checksums: their bytes are read only for ``look``. Raises: CheckpointError naming file and tensor, FileError,
+        OSError.
         """
         if look is not None:
             entry = self.entry(chunk)
@@ -61,17 +70,17 @@ class Source:
         raise AssertionError("a chunk of no tensor")
 
     def fit(self, names: set[str]) -> None:
-        """Know what the model is called: a prefix that it has too is no program's."""
+        """Tell the source the model's names: if they begin with a prefix, it is not one that a saving program added."""
 
     def path_of(self, chunk: Chunk) -> Path:
         return self.entry(chunk).path
 
     def read(self, read: Read) -> None:
-        """Read a box. Raises: FileError, OSError."""
+        """Read a box into ``read.out``. Raises: FileError, OSError."""
         self.entry(read.chunk).read_box(read.begin, read.out)
 
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
-        """All of a tensor, in host memory of its own, compared with its checksums. Raises: as ``check``."""
+        """Read a whole tensor into new host memory and compare its checksums. Raises: as ``check``."""
         check_whole(key, chunks)
         out = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(key), device="cpu")
         reads = reads_of(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
@@ -83,7 +92,7 @@ class Source:
         return out
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
-        """``groups`` and ``states`` as the index has them; None without an optimizer."""
+        """Return the index's ``optimizer`` (`index.py`), or the same form made from names; None: there is none."""
         return None if self.index is None else self.index.optimizer
 
     def close(self) -> None:
@@ -91,14 +100,14 @@ class Source:
 
 
 class OfRank(dict[str, Tensor]):
-    """The tensors that one rank has saved beside those of the model, read each time that they are asked for."""
+    """The tensors in one rank's own file, by name. Each lookup reads the tensor again."""
 
     def __init__(self, source: Source, rank: int):
         super().__init__()
         self._source, self._file = source, f"{RANKS}/rank-{rank:05}.safetensors"
 
     def chunks(self, key: str) -> list[Chunk]:
-        """The one of it. Raises: CheckpointError."""
+        """Return the single box of ``key`` in the rank's file. Raises: CheckpointError."""
         for chunk in self._source.own.get(key, ()):
             if chunk.file == self._file:
                 return [chunk]
@@ -109,7 +118,7 @@ class OfRank(dict[str, Tensor]):
 
 
 class Checkpoint(Source):
-    """One that ``save`` has written. Raises: CheckpointError, OSError."""
+    """A checkpoint that ``save`` has written. Raises: CheckpointError, OSError."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -126,7 +135,10 @@ class Checkpoint(Source):
             os.close(self._open.popitem()[1])
 
     def entry(self, chunk: Chunk) -> Entry:
-        """Good until a few others are asked for. Raises: CheckpointError for a file that is not the one written."""
+        """Open the file of ``chunk``, if it is not open. The entry is valid until ``MOST_OPEN`` other files are opened.
+
+        Raises: CheckpointError, if size or header differ from those that were written.
+        """
         dtype = DTYPES.get(chunk.dtype)
         path = self.folder / chunk.file
         descriptor = self._open.get(chunk.file)
@@ -179,15 +191,15 @@ class Checkpoint(Source):
 
 
 def refuse_not_finite(source: Source, chunk: Chunk, values: Tensor) -> None:
-    """Raises: CheckpointError naming ``chunk``, of ``source``, for a value that is NaN or infinite."""
+    """Raises: CheckpointError naming the tensor and file of ``chunk``, if a value is NaN or infinite."""
     if values.is_floating_point() and values.itemsize == 1:
-        values = values.float()  # isfinite has no dtypes of one byte
+        values = values.float()  # isfinite supports no one-byte dtypes
     if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{source.path_of(chunk)}: `{source.name_of(chunk)}` has values that are not finite")
 
 
 def check_reads(source: Source, reads: Iterable[Read], look: Look | None, progress: Callable[[int], None]) -> None:
-    """Compare all that will be read with its checksums."""
+    """Compare the bytes of all ``reads`` with their checksums. Raises: as ``Source.check``."""
     for read in reads:
         begin, end = read.byte_range(DTYPES[read.chunk.dtype].itemsize)
         progress(source.check(read.chunk, begin, end, look))

@@ -1,4 +1,7 @@
-"""Where the ranks of a save or a load agree: through the store, a few lines each, so that it may run in any thread."""
+"""Let the ranks of a save or a load agree, through the store of the world: no collective, so any thread may do it.
+
+Each rank writes one value, the first rank decides for all and writes the verdict. Waits end if a rank is gone.
+"""
 
 import json
 import weakref
@@ -13,14 +16,15 @@ from ..fsdp.errors import StateError, StoreGoneError
 from ..fsdp.states.safetensors_files import FileError
 from .errors import CheckpointError
 
-# In each world, by the ranks: groups of the same ranks have the same names in the store
+# world -> ranks -> rendezvous so far. Groups of the same ranks share names in the store, so they share a count.
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
 class Rendezvous:
-    """The ranks of ``group`` (None: the world) in one save or load. Each of them makes it in the same order.
+    """One save or load of the ranks of ``group`` (None: the world). All ranks must make theirs in the same order.
 
-    Where nothing is initialized, or the backend has no real ranks, this process is alone.
+    ``what``: the call's name, for messages. Without process groups, or with a backend without real ranks, this process
+    is alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, what: str):
@@ -55,10 +59,12 @@ class Rendezvous:
     def agree(
         self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any], *, is_last: bool = False
     ) -> Any:
-        """What ``decide`` makes, on the first rank, of what all ranks say; every rank gets it.
+        """Call ``decide`` on the first rank with all ranks' ``mine``; return its result on every rank.
 
-        ``mine`` and the result are for JSON. ``error``: why this rank cannot go on. ``is_last``: they meet no more.
-        Raises: ``error``; CheckpointError on every rank for that of another rank, or of ``decide``.
+        All ranks call it. ``mine`` and the result are values for JSON. ``error``: this rank has failed; ``decide`` is
+        then not called. ``is_last``: the first rank waits until all have read, as its process may end and the store
+        with it. Raises: on every rank: ``error``, as it is or as a CheckpointError, on the rank that passed it; else a
+        CheckpointError with the first rank's error.
         """
         failed: BaseException | None = None
         if self._store is None:
@@ -78,7 +84,7 @@ class Rendezvous:
             if error is not None:
                 raise self._own(error)
         finally:
-            error = failed = None  # it has this frame
+            error = failed = None  # a traceback holds this frame
         if answer[0] is not None:
             raise CheckpointError(f"{self.what}: {answer[0]}")
         return answer[1]
@@ -86,7 +92,7 @@ class Rendezvous:
     def _exchange(
         self, store: Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
     ) -> tuple[list[Any], BaseException | None]:
-        """Why nothing was decided, or None, and what was, as the first rank has written; and what failed on it."""
+        """Return ``([reason of a failure or None, result], the first rank's own exception or None)``."""
         self._round += 1
         own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
         store.set(own, json.dumps(mine))
@@ -112,12 +118,12 @@ class Rendezvous:
         store.set(verdict, json.dumps(answer))
         for key in keys:
             store.delete(key)
-        if is_last or answer[0] is not None:  # this process may end now, and with it the store
+        if is_last or answer[0] is not None:  # this process may end after this, and the store with it
             liveness.wait_until(lambda: not store.check([verdict]))
         try:
             return answer, failed
         finally:
-            failed = None  # as above
+            failed = None  # its traceback holds this frame
 
     def _own(self, error: BaseException) -> BaseException:
         """Convert the local error to CheckpointError, so that every rank raises the same type."""

@@ -1,4 +1,8 @@
-"""Loading safetensors files into a wrapped model: each rank reads what its own shards hold."""
+"""``load_safetensors``: load safetensors files into a wrapped model. Each rank reads the elements of its own shards.
+
+Plan and check on each rank, agree over the units' groups by a collective, then commit: see `loading.py` for the same
+order. A model without values is read into directly, and blanked again if the load fails.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +37,19 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) -> _IncompatibleKeys:
     """Load parameters and buffers from safetensors files straight into the shards of the units in ``module``.
 
-    A collective call. Each rank reads the bytes of its own pieces and converts them a MiB at a time; parameters
-    that no unit manages, and buffers, are read whole. All ranks load, or none: files are checked and read before
-    anything is changed, for which a model that has values needs its shards a second time, in host memory, and one made
-    with ``defer_init`` nothing. Hooks and overrides of modules that load run as in ``module.load_state_dict()``; no
-    parameter is gathered for them.
+    A collective call. Each rank reads the bytes of its own slices, and converts them a MiB at a time; parameters that
+    no unit manages, and buffers, are read whole. All ranks load, or none: files are checked and read before the model
+    changes. For that a model with values needs a second copy of its shards in host memory; a model that ``defer_init``
+    made needs none. Hooks and overrides for loading run as in ``module.load_state_dict()``, without gathers.
 
-    Args: ``files``: a file, an index of several (``*.index.json``), a folder that holds one under its usual name, or
-    several files. Names are those of the bare model, without units, compiled modules and DDP; one of a tied parameter's
-    is enough. A tensor is converted from a floating dtype to another, never from or to another kind. ``strict``: every
-    name of the model must be there, and no other.
+    Args: ``files``: a file, an index of several (``*.index.json``), a folder with one of them under its usual name, or
+    several files. Names are those of the model without wrappers, ``torch.compile`` and DDP; a tied parameter needs one
+    of its names. A floating dtype is converted to another floating one; other kinds are not converted. ``strict``: the
+    files must have every name of the model, and no other.
     Returns: ``missing_keys`` and ``unexpected_keys``.
-    Raises: RuntimeError on every rank, naming the rank and its error: missing or unexpected names, another shape or
-    kind of dtype, a file that is not in the format or cannot be read, other files on other ranks, a model in the
-    middle of a step, a hook that computes with a parameter.
+    Raises: RuntimeError on every rank, naming the rank and its error: missing or unexpected names; another shape or
+    kind of dtype; a file that is not in the format or cannot be read; different files on other ranks; a model in the
+    middle of a step; a hook that computes with a parameter. The model is then as before.
     """
     units = list(units_of(module.modules()))
     loading = _Loading(module)
@@ -65,13 +68,13 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
         loading.undo()
         raise failure from error
     finally:
-        error = None  # it has this frame, which has the model
+        error = None  # its traceback holds this frame, and with it the model
         loading.close()
     return loading.commit()
 
 
 class _Given(Foreign):
-    """The tensors of some files under their own names."""
+    """The tensors of ``files`` under their own names. The files stay the caller's."""
 
     def __init__(self, files: Files):
         self._files = files
@@ -79,19 +82,19 @@ class _Given(Foreign):
 
 
 class _Loading:
-    """``values``: what all ranks must have alike."""
+    """One load on this rank. ``values``: digests that must be equal on all ranks. Owns the open files."""
 
     def __init__(self, module: nn.Module):
         self.values: Values = {}
         self._module = module
         self._bare = bare_names(module)
-        self._read: list[tuple[LocalParam, Tensor]] = []  # what was read, where it goes, or beside it
+        self._read: list[tuple[LocalParam, Tensor]] = []  # (target, the elements read: in place, or in a copy)
         self._reader: Files | None = None
         self._taken: Taken | None = None
         self._found = _IncompatibleKeys([], [])
 
     def plan(self, files: Paths, strict: bool) -> None:
-        """Read what is here. Raises: FileError, CheckpointError, ValueError, RuntimeError, OSError; see ``undo``."""
+        """Check all names and read this rank's elements. Raises: an exception; the caller then calls ``undo``."""
         wanted = list(local_params_of(self._module, name_of=self._bare))
         refuse_forms(wanted, "load_safetensors", "load it before it is parallelized, or by a state dict")
         reader = self._reader = Files(files)
@@ -104,7 +107,7 @@ class _Loading:
                 entries[one] = {name: reader.entries[name] for name in names if name in reader.entries}
         self._found = _match(wanted, entries, reader, strict, taken)
         self.values["the header"] = (None, reader.digest)
-        for one, mine in entries.items():  # into its place, if there are no values that a failure could take
+        for one, mine in entries.items():  # in place, if the model has no values that a failure could lose
             self._read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
             _read_piece(one, mine, self._read[-1][1])
             if one.unit is not None:
@@ -115,7 +118,7 @@ class _Loading:
 
     @torch.no_grad()
     def commit(self) -> _IncompatibleKeys:
-        """Let the module have what was read."""
+        """Copy the elements read into the module, and tell the units."""
         computed = {} if self._taken is None else self._taken.values
         for one, value in self._read:
             if value is not one.flat:
@@ -127,7 +130,7 @@ class _Loading:
         return self._found
 
     def undo(self) -> None:
-        """Let the module be as it was."""
+        """Restore the module."""
         for one, value in self._read:
             if value is one.flat:
                 blank(value)
@@ -146,7 +149,7 @@ def _match(
     strict: bool,
     taken: Taken | None,
 ) -> _IncompatibleKeys:
-    """Check every tensor that is to be read against its file. Raises: ValueError, RuntimeError."""
+    """Compare names, shapes, dtypes with the files; return the names that differ. Raises: ValueError, RuntimeError."""
     if taken is not None:
         missing, unexpected = taken.missing, taken.unexpected
     else:
@@ -174,9 +177,9 @@ def _check(name: str, one: LocalParam, entry: Entry) -> None:
 
 
 def _read_piece(one: LocalParam, entries: dict[str, Entry], out: Tensor) -> None:
-    """Elements of a file, which is row-major, in the order of the model's memory.
+    """Read this rank's elements of ``one`` into ``out``, in the model's memory order; the file is row-major.
 
-    Raises: ValueError if two names of one parameter have different values in the files.
+    ``entries``: name -> entry; several for a tied parameter. Raises: ValueError if their values differ.
     """
     first, *_ = entries
     for name, entry in entries.items():

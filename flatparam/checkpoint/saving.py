@@ -1,4 +1,14 @@
-"""Saving: each rank writes what it owns into a folder beside the target, which becomes the checkpoint in one rename."""
+"""``save`` and ``async_save``: each rank writes its boxes into a folder beside the target, which one rename publishes.
+
+| step | done by | thread |
+|---|---|---|
+| plan (`planning.py`) and agree | all ranks | the caller's |
+| copy to host memory, for ``async_save`` | each rank | the caller's |
+| write files and a table of them | each rank | the caller's, or its own for ``async_save`` |
+| merge the tables into the index, check it, rename the folder | first rank | the same |
+
+After a failure on any rank all raise, the first rank removes the folder, and an older checkpoint stays in its place.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +43,17 @@ from .planning import ALIKE, SavePlan, describe_units, plan_save
 from .progress import Meter, Summary
 from .rendezvous import Rendezvous
 
-_ABOUT = ("aliases", "modules", "given", "metadata", "base")  # what the first rank says of the model
+_ABOUT = ("aliases", "modules", "given", "metadata", "base")  # taken from the first rank's table
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-# By the folder that it writes to. Weak: Ctrl-C may come where nothing here can catch it.
+# Folder that is written -> its save. Weak: after a KeyboardInterrupt nothing here may remove the entry.
 _under_way: weakref.WeakValueDictionary[Path, _Saving] = weakref.WeakValueDictionary()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of saves in the background
-_unheard: dict[Pending, BaseException] = {}  # saves that have failed, and that nobody has waited for
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of async_save
+_unheard: dict[Pending, BaseException] = {}  # failed saves without a wait() so far
 
 
 class Pending:
-    """A save that goes on in a thread: its values were taken already, and training may change them."""
+    """A save that goes on in a thread of its own. The values are copied already: training may change the model."""
 
     def __init__(self, saving: _Saving):
         self._saving = saving
@@ -54,7 +64,7 @@ class Pending:
         liveness.before_silence(_end_all)
         try:
             self._thread.start()
-        except RuntimeError as error:  # there are too many: the other ranks wait to hear of it
+        except RuntimeError as error:  # too many threads: tell the other ranks, which wait
             saving.error = error
             saving.write()
 
@@ -66,7 +76,7 @@ class Pending:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint will be."""
+        """The path of the checkpoint, which exists once the save has ended."""
         return self._saving.path
 
     @property
@@ -75,7 +85,7 @@ class Pending:
         return not self._thread.is_alive()
 
     def wait(self) -> Summary:
-        """Until the checkpoint is there. Raises: what ``save`` does."""
+        """Wait until the checkpoint is published. Raises: as ``save``."""
         self._thread.join()
         _unheard.pop(self, None)
         if self._error is not None:
@@ -85,7 +95,7 @@ class Pending:
 
 
 def _take_unheard() -> str | None:
-    """Of saves in the background that have failed unheard: what to say, once."""
+    """Return the errors of failed saves without a ``wait()`` as one text, and forget them; None: there are none."""
     said = [f"the save to {pending.path} in the background has failed: {error}" for pending, error in _unheard.items()]
     _unheard.clear()
     return "; ".join(said) or None
@@ -99,7 +109,10 @@ def _tell_unheard() -> None:
 
 
 def _end_all() -> None:
-    """In a child: nobody joins its threads before the others take it for dead, and nobody may call what is above."""
+    """In a child of multiprocessing: join the threads of saves while the child still answers the other ranks.
+
+    It joins threads itself only after that, when the ranks take it for dead, and it does not run atexit.
+    """
     for thread in list(_threads):
         if thread.is_alive():
             thread.join()
@@ -117,24 +130,25 @@ def save(
     trainable_only: bool = False,
     progress: bool = False,
 ) -> Summary:
-    """Save a checkpoint in the folder ``path``, which is there when all ranks have written, or not at all.
+    """Save a checkpoint in the folder ``path``. The folder appears when all ranks have written, or never.
 
-    A call that all ranks of ``process_group`` (the world) make. Each rank writes the boxes of parameters that it owns;
-    no tensor is communicated. The folder must be one that all ranks see. With ``optimizer``, gradients are saved too.
+    All ranks of ``process_group`` must call it. Each rank writes the boxes of parameters in its shards; no tensor is
+    communicated. All ranks must see the same file system. With ``optimizer``, gradients are saved too.
 
     Args:
-        path: a folder that is not there yet, unless ``overwrite``.
+        path: a new folder, or with ``overwrite`` an existing checkpoint.
         model: wrapped or plain, the same on all ranks.
-        optimizer: one, or a list or dict of several, each of parameters of its own.
-        extra: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own.
-        process_group: the ranks that hold the model.
-        overwrite: take the place of a checkpoint there, in one step.
-        trainable_only: leave out parameters that are frozen and were not trained, the base: a load keeps those that the
-            model has, and refuses another base by name. Buffers are saved.
+        optimizer: one, or a list or dict of several with different parameters.
+        extra: this rank's own values: tensors, numbers, str, bool, None, and lists, tuples and dicts of those.
+        process_group: the ranks that hold the model; None: the world.
+        overwrite: replace an existing checkpoint, in one step.
+        trainable_only: leave out the base: parameters that are frozen and have no optimizer state. A load keeps the
+            model's base, and refuses another base, naming a parameter. Buffers are saved.
         progress: show a bar on rank 0.
 
     Raises:
-        CheckpointError: on every rank alike, naming the rank and what is wrong; nothing is there then.
+        CheckpointError: on every rank, naming the rank and the cause. Nothing is saved then, and an existing checkpoint
+            stays.
     """
     return _Saving(path, model, optimizer, extra, process_group, overwrite, trainable_only, progress).write()
 
@@ -150,10 +164,10 @@ def async_save(
     trainable_only: bool = False,
     progress: bool = False,
 ) -> Pending:
-    """``save`` in a thread, from a copy of this rank's boxes in host memory (pinned, if they are on an accelerator).
+    """Copy this rank's boxes to host memory (pinned, if they are on an accelerator), and ``save`` them in a thread.
 
-    Returns when the copy is made. ``wait()`` of the result, before the next save begins, raises what went wrong; else
-    the next save does, or the end of the program warns of it.
+    Returns after the copy. ``wait()`` of the result raises the error of the save. Without a ``wait()`` the next save
+    raises it, or a warning at the end of the program shows it.
     """
     saving = _Saving(path, model, optimizer, extra, process_group, overwrite, trainable_only, progress)
     saving.copy()
@@ -161,7 +175,7 @@ def async_save(
 
 
 class _Saving:
-    """One save: ``__init__`` plans it, on all ranks or on none; ``write`` does the rest, in any thread."""
+    """One save. ``__init__`` plans it and agrees with all ranks; ``write`` does the rest, in any thread."""
 
     def __init__(
         self,
@@ -178,7 +192,7 @@ class _Saving:
         self.rendezvous = rendezvous = Rendezvous(group, "checkpoint.save")
         self.path = Path()
         self.plan, self.units = SavePlan(), []
-        self.error: BaseException | None = None  # on the way to the files
+        self.error: BaseException | None = None  # of the copy, which write() raises on all ranks
         error: BaseException | None = None
         own = ""
         self.id = secrets.token_hex(16)
@@ -205,7 +219,7 @@ class _Saving:
             raise
 
     def _check_path(self) -> None:
-        """Raises: CheckpointError for what is there and may not be replaced."""
+        """Raises: CheckpointError if something at ``path`` may not be replaced."""
         if self.path.exists() and not self.overwrite:
             raise CheckpointError(f"{self.path}: is there already; pass overwrite=True, or another path")
         if self.path.exists() and not (self.path / NAME).is_file():
@@ -215,7 +229,7 @@ class _Saving:
         return self.path.parent / f".{self.path.name}.partial-{name}"
 
     def _begin(self, said: list[Any]) -> list[Any]:
-        """On the first rank: compare, and make the folder."""
+        """On the first rank: compare arguments, remove leftovers, make the folder. Returns: id and digest of rank 0."""
         path, name, digest, labels, trainable_only = said[0]
         for rank, other in enumerate(said):
             if other[0] != path:
@@ -230,7 +244,7 @@ class _Saving:
         for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.partial-*"):
             if left in _under_way:
                 raise CheckpointError(f"{self.path}: another save to it goes on: wait() for that one first")
-            shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
+            shutil.rmtree(left, ignore_errors=True)  # left by a save that was killed
         missing = [parent for parent in self.path.parents if not parent.exists()]
         try:
             for folder in (MODEL, OPTIMIZER, RANKS):
@@ -245,7 +259,7 @@ class _Saving:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Take the values as they are now. An error is raised by ``write``, on all ranks alike."""
+        """Replace the plan's tensors with copies on the host. ``write`` raises an error of this, on all ranks."""
         try:
             devices = {part.tensor.device for parts in self.plan.parts.values() for part in parts}
             for parts in self.plan.parts.values():
@@ -260,13 +274,13 @@ class _Saving:
         self.plan.held = []
 
     def write(self) -> Summary:
-        """Write the files; on the first rank the index; rename. Raises: as ``save``."""
+        """Write this rank's files; the first rank then writes the index and renames the folder. Raises: as ``save``."""
         mine = self.plan.bytes
         try:
             total = self._write(mine)
         finally:
             _under_way.pop(self.folder, None)
-            self.plan = SavePlan()  # of async_save's, which the user may keep, the copies
+            self.plan = SavePlan()  # free the copies: the user may keep the Pending
             seconds = self.meter.close()
         return Summary(str(self.path), self.id, total, mine, seconds)
 
@@ -286,7 +300,7 @@ class _Saving:
             }
             seal = write_sealed(self._table(rendezvous.rank), told)
             told.clear()
-            self.plan.parts.clear()  # as much as the index, which is to be made
+            self.plan.parts.clear()  # free memory before the index, which is as large
             for folder in (MODEL, OPTIMIZER, RANKS):
                 sync_folder(self.folder / folder)
         except Exception as caught:
@@ -303,7 +317,7 @@ class _Saving:
         return self.folder / RANKS / f"rank-{rank:05}.json"
 
     def _finish(self, seals: list[int]) -> int:
-        """On the first rank, when all have written: the index, and the name."""
+        """On the first rank, after all have written: merge and check the tables, write the index, publish it."""
         about = {"flatparam": __version__, "torch": torch.__version__}
         index = Index(self.id, len(seals), about, units=self.units)
         states: dict[str, Any] = {}
@@ -358,22 +372,23 @@ class _Saving:
         return index.bytes
 
     def _publish(self) -> None:
-        """Give the folder its name, in one step also where there was one."""
+        """Rename the folder to ``path``. An existing checkpoint is exchanged in one step, and then removed."""
         if not self.path.exists():
             os.rename(self.folder, self.path)
             sync_folder(self.path.parent)
             return
-        self._check_path()  # another may have made it since
+        self._check_path()  # it may have appeared since
         _exchange(self.folder, self.path)
         sync_folder(self.path.parent)
-        shutil.rmtree(self.folder, ignore_errors=True)  # the one before
+        shutil.rmtree(self.folder, ignore_errors=True)  # the old checkpoint, after the exchange
 
 
 def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> Any:
-    """What the index has for a value that ranks have beside their pieces of a parameter.
+    """Return the index's entry for a value of the optimizer that may describe only a piece of a parameter.
 
-    By the layout of the piece, where it belongs to that; with True, where all pieces have the same; None: as any other.
-    Raises: CheckpointError for numbers that differ, and for what replicas do not have alike.
+    ``said``: (rank, result of ``_piece`` in `planning.py`). Returns: ``{"pieces": ...}`` if it differs between pieces,
+    ``[value, rank, True]`` if it is a tensor that all pieces share; None: keep the entry of the first piece.
+    Raises: CheckpointError, if plain numbers differ, or if ranks with the same piece have different values.
     """
     by_layout: dict[str, tuple[int, list[Any]]] = {}
     first, (_, digest, value, _, has_dims, is_of_many) = said[0]
@@ -391,7 +406,7 @@ def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> 
 
 
 def _check_alike(rank: int, told: dict[str, dict[str, str]], first: dict[str, dict[str, str]]) -> None:
-    """Raises: CheckpointError naming what is not as rank 0 has it."""
+    """Raises: CheckpointError naming the first value of ``ALIKE`` that differs from rank 0's."""
     for kind, (what, why) in ALIKE.items():
         here, there = told.get(kind, {}), first.get(kind, {})
         for name in {**there, **here}:
@@ -400,7 +415,7 @@ def _check_alike(rank: int, told: dict[str, dict[str, str]], first: dict[str, di
 
 
 def _check_keys(name: str, one: tuple[int, list[str]], other: tuple[int, list[str]]) -> None:
-    """Raises: CheckpointError for a key that the optimizer has for a parameter on one rank, and not on another."""
+    """Raises: CheckpointError for a key of parameter ``name`` that one of two ranks lacks. ``one``: (rank, keys)."""
     for (rank, keys), (without, fewer) in ((one, other), (other, one)):
         for key in keys:
             if key not in fewer:
@@ -411,14 +426,14 @@ def _check_keys(name: str, one: tuple[int, list[str]], other: tuple[int, list[st
 
 
 def _on_host(part: Part) -> torch.Tensor:
-    """A copy in memory of its own, which is pinned where the part is on an accelerator."""
+    """Return a copy on the host; pinned and asynchronous for an accelerator: the caller synchronizes the device."""
     tensor = part.tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def _check_covered(index: Index) -> None:
-    """Raises: CheckpointError naming a tensor of which ranks have not written every element once."""
+    """Raises: CheckpointError naming a tensor whose boxes have more or fewer elements than its shape."""
     for folder, tensors in index.tensors.items():
         for key, chunks in tensors.items() if folder != RANKS else ():
             found = sum(math.prod(chunk.sizes) for chunk in chunks)
@@ -429,7 +444,7 @@ def _check_covered(index: Index) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Swap the names of two folders. Raises: CheckpointError where the file system cannot."""
+    """Swap the names of two folders in one step. Raises: CheckpointError if the file system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     rename = getattr(library, "renameat2", None)
     arguments = (_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)

@@ -1,4 +1,4 @@
-"""What the JSON of a checkpoint may have where, told once; nothing behind it asks for the types of values again."""
+"""The types and ranges of all values in a checkpoint's JSON. After ``misfit`` no code checks types again."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 from ..fsdp.states.safetensors_files import is_shape, is_size
 
-# Of a value: a type; a text, the only one; ANY; or one of these
+# A type; a str, which the value must equal; ANY; or an object of one of these classes
 Kind = Any
 ANY = object()
 
 
 @dataclass(frozen=True)
 class Lists:
-    """A list of any length."""
+    """A list of any length. ``of``: the kind of its items."""
 
     of: Kind
 
 
 @dataclass(frozen=True)
 class Named:
-    """An object with any names."""
+    """A JSON object with any names. ``of``: the kind of its values."""
 
     of: Kind
 
 
 @dataclass(frozen=True)
 class Row:
-    """A list of these, in this order."""
+    """A list of fixed length. ``of``: the kind of each item."""
 
     of: tuple[Kind, ...]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """An object with these names. ``optional``: which may be absent. Others are not looked at."""
+    """A JSON object with these names. ``optional``: names that may be absent. Other names are ignored."""
 
     of: dict[str, Kind]
     optional: frozenset[str] = frozenset()
@@ -45,14 +45,14 @@ class Fields:
 
 @dataclass(frozen=True)
 class Either:
-    """One of these."""
+    """A value of one of these kinds."""
 
     of: tuple[Kind, ...]
 
 
 @dataclass(frozen=True)
 class That:
-    """A value for which this is true. ``called``: in messages."""
+    """A value for which ``holds`` returns True. ``called``: its description in messages."""
 
     holds: Callable[[Any], bool]
     called: str
@@ -75,7 +75,7 @@ _RANK = Fields(
     },
     frozenset({"extra", "own", "own_states", "modules", "kept"}),
 )
-_OF_MODULE = Fields({"version": Either((type(None), int))}, frozenset({"version"}))  # torch's own code compares it
+_OF_MODULE = Fields({"version": Either((type(None), int))}, frozenset({"version"}))  # torch compares numbers
 _ABOUT = Fields(
     {
         **{"flatparam": str, "torch": str, "aliases": Named(str), "modules": Named(ANY), "given": Lists(str)},
@@ -100,7 +100,7 @@ INDEX = Fields(
 
 
 def misfit(value: Any, kind: Kind, place: str = "") -> str | None:
-    """Why ``value``, which is at ``place``, is not of ``kind``; None: it is."""
+    """Return why ``value`` is not of ``kind``; None: it is. ``place``: its path, for the message."""
     if kind is ANY:
         return None
     if isinstance(kind, Either):

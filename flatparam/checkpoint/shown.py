@@ -1,7 +1,7 @@
-"""What modules see while their own code saves or loads: stand-ins of parameters, of the whole shape, without memory.
+"""Stand-ins: meta tensors of a parameter's whole shape, which modules see while their own code saves or loads.
 
-No parameter is gathered for that. Code that only names, moves or copies a parameter works; code that computes with one
-is told that it cannot.
+They avoid a gather. Code that names, moves or copies a parameter works on them; code that computes with one raises.
+`modules.py` calls this. Everything is undone at the end of the blocks, also after an exception.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..fsdp.sharding.pytrees import find_tensors
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 
-# What gives the parameter again, as far as a state dict goes
+# Methods that return the stand-in itself: a state dict sees the same value
 _SAME = {"detach", "detach_", "clone", "cpu", "contiguous", "requires_grad_"}
-# What is known without values
+# Methods and attributes that need no values
 _ASKED = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size"}
 _ASKED |= {"__len__", "is_contiguous", "storage_offset", "__repr__"}
 _FIELDS = {"shape", "dtype", "layout", "ndim", "requires_grad", "is_sparse", "is_quantized", "is_leaf", "is_nested"}
@@ -32,10 +32,11 @@ _OF_DEVICE = {"device", "is_meta", "is_cuda", "is_cpu"}
 
 
 class StandIns(TorchFunctionMode):
-    """While it is active, modules may have stand-ins of parameters, and a state dict those of a file's tensors.
+    """The stand-ins of one save or load, and the mode that intercepts torch functions on them while it is active.
 
-    ``read``: the values of one of the file's, for code that computes with it. ``copied``: what was copied into which
-    parameter or buffer: a stand-in of the file's, or values.
+    There are two kinds: of the model's parameters, and of the file's tensors in the state dict. ``read``: returns the
+    values of a tensor of the file, for code that computes with it. ``copied``: parameter or buffer -> the tensors that
+    were copied into it: stand-ins of the file, or values.
     """
 
     def __init__(self, read: Callable[[str], Tensor] | None = None):
@@ -47,15 +48,15 @@ class StandIns(TorchFunctionMode):
         self._whole: dict[int, tuple[Tensor, LocalParam]] = {}
 
     def held_of(self, value: Any) -> LocalParam | None:
-        """What ``value`` is the stand-in of."""
+        """Return the parameter whose stand-in ``value`` is; None: it is no such stand-in."""
         return self._of_model.get(id(value), (None, None))[1]
 
     def name_of(self, value: Any) -> str | None:
-        """The same of a file's."""
+        """Return the name of the file's tensor whose stand-in ``value`` is; None: it is no such stand-in."""
         return self._in_file.get(id(value), (None, None))[1]
 
     def of_held(self, held: LocalParam) -> nn.Parameter:
-        """A new one, with the attributes that the parameter's object has."""
+        """Make a stand-in of a parameter, with the attributes of the parameter object."""
         param = held.owner if held.shard_slice is None else held.original.param
         empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
         made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
@@ -64,17 +65,17 @@ class StandIns(TorchFunctionMode):
         return made
 
     def of_file(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new one."""
+        """Make a stand-in of a tensor of the file."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._in_file[id(made)] = made, name
         return made
 
     def watch(self, held: LocalParam) -> None:
-        """Note what is copied from a stand-in into ``held``, which modules have as it is."""
+        """Record copies from a stand-in into ``held``, for which modules have the tensor itself."""
         self._whole[id(held.owner)] = held.owner, held
 
     def values(self, value: Any) -> Any:
-        """``value``, or what the file has in its place."""
+        """Return ``value``, or the file's values if it is a stand-in of the file."""
         name = self.name_of(value)
         if name is None:
             return value
@@ -82,9 +83,9 @@ class StandIns(TorchFunctionMode):
         return self.read(name)
 
     def still_used(self) -> list[str]:
-        """The file's whose stand-ins others have than ``copied``."""
+        """Return names of the file's tensors whose stand-ins have other references than from this object."""
         counts = collections.Counter(id(source) for sources in self.copied.values() for source in sources)
-        mine = 3  # the dict, the name in the loop, the argument
+        mine = 3  # references: the dict, the loop variable, the argument
         return [name for made, name in self._in_file.values() if sys.getrefcount(made) > mine + counts[id(made)]]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +127,7 @@ class StandIns(TorchFunctionMode):
 
 
 def _converts(value: Tensor, arguments: Iterable[Any]) -> bool:
-    """Whether ``to`` with ``arguments`` makes another dtype of ``value``."""
+    """Whether ``value.to(*arguments)`` would change the dtype."""
     dtypes = (one.dtype if isinstance(one, Tensor) else one for one in arguments)
     return any(isinstance(dtype, torch.dtype) and dtype != value.dtype for dtype in dtypes)
 
@@ -141,9 +142,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) -> Iterator[None]:
-    """Within, the modules in ``module`` have ``stand_ins`` of ``held``, and no flat parameters.
+    """For the block, replace the parameters of ``held`` in ``module`` with stand-ins, and remove flat parameters.
 
-    Raises: CheckpointError naming a parameter that a module has replaced within.
+    At its end, also after an exception, the modules have their parameters again. Raises: CheckpointError naming a
+    parameter that a module has replaced in the block.
     """
     places = _places(module, list(held), stand_ins)
     before = [(inner, dict(inner._parameters), _hidden(inner, new)) for inner, new in places]
@@ -175,14 +177,14 @@ def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) ->
 
 
 def _hidden(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The views that a forward has left."""
+    """Return the views of ``names`` that the last forward has left in the module's ``__dict__``."""
     return {name: module.__dict__[name] for name in names if name in module.__dict__}
 
 
 def _places(
     module: nn.Module, held: list[LocalParam], stand_ins: StandIns
 ) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
-    """What modules are to have by name; None: nothing, in place of a flat parameter."""
+    """Return for each module: name -> stand-in; None: a flat parameter, which is removed."""
     found: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
     alone: dict[int, nn.Parameter | None] = {}
     for one in held:

@@ -1,4 +1,8 @@
-"""Where the tensors of a checkpoint go: what the model and its optimizer have for them, checked before any is read."""
+"""Match a checkpoint with the model and the optimizers here: plan every read and value of a load, and check it.
+
+`loading.py` calls this on each rank. Small values are read here. Reads into shards and states are planned, and carried
+out at commit: nothing is written into the model or the optimizers. No collective calls.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,11 @@ from .values import decode
 
 @dataclass
 class Targets:
-    """``reads``: into tensors that the model or the optimizer has, or new ones; ``state``: of each parameter of the
-    optimizer; ``gradients``: of each, or None; ``groups``: what to set of each of its groups; ``touched``: what of the
-    model is written."""
+    """The plan of a load.
+
+    ``reads``: into existing or new tensors. ``state``: (stepped tensor, its new state). ``gradients``: (stepped tensor,
+    its new ``.grad`` or None). ``groups``: new settings of each group. ``touched``: the parameters and buffers written.
+    """
 
     reads: list[Read] = field(default_factory=list)
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
@@ -45,11 +51,11 @@ class Targets:
     unexpected: list[str] = field(default_factory=list)
     base: dict[LocalParam, str] = field(
         default_factory=dict
-    )  # by their names in the checkpoint, which has no values of them
+    )  # parameter -> its name in the base; the checkpoint has no values
     touched: list[LocalParam] = field(default_factory=list)
-    tied: list[tuple[LocalParam, str, str]] = field(default_factory=list)  # with two names that both are there
-    without_state: list[str] = field(default_factory=list)  # of each group, what is said of parameters that have none
-    rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
+    tied: list[tuple[LocalParam, str, str]] = field(default_factory=list)  # two names of one parameter
+    without_state: list[str] = field(default_factory=list)  # warnings: parameters that begin without state
+    rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from dtype to dtype
 
 
 def into_model(
@@ -60,10 +66,11 @@ def into_model(
     taken: Taken | None = None,
     base: Base | None = None,
 ) -> Targets:
-    """``own``: boxes of this rank alone, which count instead of the model's. ``taken``: what modules have said to it.
-    ``base``: what is not in it, and stays as the model has it.
+    """Plan the reads into the model.
 
-    Raises: CheckpointError for names, shapes and kinds of dtype that do not fit."""
+    ``own``: boxes that this rank saved alone; they replace the model's. ``taken``: the outcome of the modules' own
+    load. ``base``: parameters that the checkpoint left out; they keep their values.
+    Raises: CheckpointError naming tensors whose name, shape or kind of dtype does not fit."""
     found = Targets()
     known: set[str] = set()
     for one in held:
@@ -136,10 +143,11 @@ def into_optimizer(
     own: Mapping[str, list[Chunk]],
     convert: Convert,
 ) -> Targets:
-    """``told``: the index's ``optimizer``. ``strict``: every state that was saved is wanted.
+    """Plan the states, gradients and settings of the optimizers.
 
-    ``own``: boxes of states that this rank alone has. ``convert``: as ``load`` takes it. Raises: CheckpointError for
-    parameters, states, shapes and classes that do not fit.
+    ``told``: the index's ``optimizer``. ``strict``: an optimizer here must step every parameter with a saved state.
+    ``own``: boxes of states that this rank saved alone. ``convert``: as in ``load``.
+    Raises: CheckpointError for parameters, states, shapes and classes that do not fit.
     """
     found = Targets()
     chunks_of = ChainMap(dict(own), dict(source.optimizer))
@@ -197,7 +205,7 @@ def into_optimizer(
     for param, held in itertools.chain(named.params(), named.others()):
         if not any(isinstance(one, InHandle) for one in held):
             here = [one for one in held if one.numel]
-            having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # others in it count as 0
+            having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # the others' part is zero
             grad = None
             if having:
                 grad = _like_param(found, param, having, GRADIENT, None, chunks_of, source.model)
@@ -206,14 +214,17 @@ def into_optimizer(
 
 
 def _alike(kinds: list[Any], here: list[LocalParam]) -> list[Any]:
-    """A tensor without dimensions has an element for each of a parameter without: as the others' where they differ."""
+    """Return ``kinds`` with "one" for "box" of parameters without dimensions, unless all kinds are "box".
+
+    A scalar state of a scalar parameter was saved as "box". In one flat parameter with others it is one value for all.
+    """
     if all(kind == "box" for kind in kinds):
         return kinds
     return ["one" if kind == "box" and not one.shape else kind for one, kind in zip(here, kinds, strict=True)]
 
 
 def _check_wanted(named: Named, told: Mapping[str, Any]) -> None:
-    """Raises: CheckpointError for saved states of what no optimizer here steps."""
+    """Raises: CheckpointError for a saved state of a parameter that no optimizer here steps."""
     wanted = {one.name for _, held in named.params() for one in held}
     for name, state in told["states"].items():
         if name not in wanted and state.keys() - {GRADIENT}:
@@ -224,7 +235,7 @@ def _check_wanted(named: Named, told: Mapping[str, Any]) -> None:
 
 
 def _check_optimizers(named: Named, told: Mapping[str, Any], saved: Mapping[str, int], strict: bool) -> None:
-    """Raises: CheckpointError for a saved optimizer none of whose parameters is wanted, and for those of another."""
+    """Raises: CheckpointError if a parameter has changed its optimizer, or a saved optimizer has no parameter here."""
     labels = told.get("optimizers", [""] * len(told["groups"]))
     absent = dict.fromkeys(labels) if strict and len(set(labels)) > 1 else {}
     for label, (_, held) in zip(named.labels, named.groups, strict=True):
@@ -245,7 +256,7 @@ def _check_optimizers(named: Named, told: Mapping[str, Any], saved: Mapping[str,
 
 
 def _keys(here: list[LocalParam], states: Mapping[str, Any]) -> list[str]:
-    """The state's keys. Raises: CheckpointError where parameters of one flat parameter have different ones."""
+    """Return the keys of the saved states. Raises: CheckpointError if they differ in one flat parameter."""
     if not here:
         return []
     keys, *others = [[key for key in states.get(one.name, {}) if key != GRADIENT] for one in here]
@@ -267,9 +278,9 @@ def _like_param(
     chunks_of: Mapping[str, list[Chunk]],
     model: Mapping[str, list[Chunk]],
 ) -> Tensor:
-    """A state tensor of the parameter's shape, to be read into: that which there is, if it fits.
+    """Plan the reads of a state like the parameter; return its tensor: ``before`` if it fits, else a new one.
 
-    Of its dtype in the file; of the parameter's here where it had the parameter's there.
+    Its dtype is that of the file; or the parameter's here, if the state had the parameter's dtype in the file.
     """
     chunks = [chunks_of.get(_name(one, key), []) for one in here]
     for one, its in zip(here, chunks, strict=True):
@@ -282,7 +293,7 @@ def _like_param(
     fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
     state = before if fits else like(param, dtype)
     flat = in_owners_order(state, param)
-    if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: a copy
+    if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: flat is a copy
         state = like(param, dtype)
         flat = in_owners_order(state, param)
     for one, its in zip(here, chunks, strict=True):
@@ -299,7 +310,7 @@ def _one(
     kinds: list[Any],
     source: Source,
 ) -> Any:
-    """A value that all parameters in ``param`` share."""
+    """Read a value that all parameters in ``param`` share. Raises: CheckpointError if the saved values differ."""
     got = []
     for one, kind in zip(here, kinds, strict=True):
         if isinstance(kind, dict):
@@ -329,8 +340,9 @@ def _one(
 
 
 def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, before: Any) -> Any:
-    """``value`` on the device where an optimizer with the settings ``group`` has it, which has ``before`` there.
+    """Return ``value`` on the device where an optimizer with the settings ``group`` keeps it.
 
+    ``before``: the current value; a tensor goes to its device.
     Source: torch 2.13 ``Optimizer._process_value_according_to_param_policy``, for tensors in containers too.
     """
     if isinstance(value, dict):
@@ -348,7 +360,7 @@ def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, befor
 
 
 def _check_layout(named: Named, param: Tensor, first: LocalParam, key: str, pieces: list[dict[str, Any]]) -> None:
-    """Raises: CheckpointError for a value that was saved for each rank's piece, if none was as here."""
+    """Raises: CheckpointError for a value that was saved for each piece, if no saved piece has the layout here."""
     layout = named.layout_of(param)
     if any(layout not in one for one in pieces):
         raise CheckpointError(
@@ -364,7 +376,11 @@ def _name(held: LocalParam, key: str) -> str:
 def _group(
     i: int, held: list[LocalParam], groups: list[Any], saved: Mapping[str, int], values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What ``groups``, the saved ones, have for the parameters of this one. ``saved``: the number of each name's."""
+    """Return the saved settings for group ``i``, which has the parameters ``held``.
+
+    ``groups``: the saved ones. ``saved``: FQN -> number of its saved group. ``values``: tensors in encoded settings.
+    Raises: CheckpointError if a parameter was in no group, or its groups had different settings.
+    """
     if not held:
         return {}
     wanted = {one.name for one in held}
@@ -384,9 +400,10 @@ def _group(
 def values_of_modules(
     module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor], strict: bool
 ) -> list[tuple[Any, Any]]:
-    """Modules and what to give to their ``set_extra_state``.
+    """Return ``(module, argument)`` for each call of ``set_extra_state``.
 
-    Raises: CheckpointError, if ``strict``, for one that is not there, or whose state the checkpoint has not.
+    ``told``: name -> encoded value. Raises: CheckpointError, if ``strict``, for a value without a module, and for a
+    module without a value.
     """
     found = []
     by_name, bare = {}, bare_names(module)

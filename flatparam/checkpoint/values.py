@@ -1,6 +1,6 @@
-"""Python values as JSON, with their tensors apart: what may be in ``extra`` and in an optimizer's state.
+"""Encode Python values as JSON, with their tensors apart, and decode them: ``extra``, and states of optimizers.
 
-A value that JSON has none of is an object with one key that begins with ``$``. Nothing is ever unpickled.
+A value that JSON lacks becomes an object with one key that begins with ``$``. Nothing is ever unpickled.
 """
 
 import collections
@@ -16,16 +16,16 @@ from .files import NAMES
 
 _COUNTER, _DICT, _DTYPE, _FLOAT = "$counter", "$dict", "$dtype", "$float"
 _INT, _TENSOR, _TUPLE = "$int", "$tensor", "$tuple"
-MOST_DEPTH = 150  # lists and objects in each other: what reads them later calls itself for each
-_WIDE = 2**53  # integers beyond are text: readers of JSON make floats of them
+MOST_DEPTH = 150  # nested lists and objects: decoding recurses once for each
+_WIDE = 2**53  # larger integers become text: other readers of JSON make floats of them
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` for JSON; its tensors go into ``tensors`` under their paths.
+    """Return ``value`` for JSON, and put its tensors into ``tensors`` under their paths, detached, not copied.
 
-    ``path``: where the value is, for messages. Raises: CheckpointError naming the path of what is no tensor, number,
-    str, bool, None, dtype, list, tuple or dict of those.
+    ``path``: the path of ``value``, for names and messages. Raises: CheckpointError naming the path of a value that is
+    no tensor, number, str, bool, None, dtype, or list, tuple or dict of those.
     """
     try:
         found = _encode(value, path, tensors)
@@ -37,7 +37,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Whether more than ``most`` lists and objects of JSON are in each other in ``value``."""
+    """Whether lists and objects in ``value`` are nested deeper than ``most``."""
     level = [value]
     for _ in range(most + 1):
         inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -90,7 +90,7 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What ``encode`` was given; ``tensors`` by their paths. Raises: CheckpointError for what it never makes."""
+    """Return the value that ``encode`` was given. ``tensors``: by path. Raises: CheckpointError for an unknown form."""
     if _is_deeper(value, MOST_DEPTH):
         raise CheckpointError(f"a value that no checkpoint has: nested deeper than {MOST_DEPTH}")
     return _decode(value, tensors)
