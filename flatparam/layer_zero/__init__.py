@@ -1,9 +1,11 @@
-"""LayerZeRO's handle, with the names and signatures of MindSpeed's, for who drives units without a wrapper.
+"""LayerZero's handle, with the names and signatures of MindSpeed's LayerZeRO, for runtimes that drive units themselves.
 
-A LayerZero model that is wrapped: ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO``.
+To wrap a model use ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO`` instead. The handle is
+one class in parts, each a base of the next: `_base.py`, `_sums.py`, `_freshness.py`, `_parameters.py`, `_gradients.py`,
+`handle.py`. A step of it in C is `csrc/module/fp_handle_steps.c`.
 """
 
-# ruff: noqa: F401  # the names of the reference's module, private ones too
+# ruff: noqa: F401  # all names of the reference's module, private ones too
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What every part of the LayerZero handle builds on: its flat parameter, groups, dtypes and state."""
+"""The base of all parts of the LayerZero handle: its flat parameter, groups, dtypes and state."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..dropin.recovery import Driven
 
 
 class Base(_C.HandleSteps, Driven):
-    """Has a flat parameter over the zero1 group, which flattens, makes views and pieces, and knows the layout.
+    """Owns ``_flat``, the drop-in's handle over the zero1 group: it flattens, makes views, and knows the layout.
 
     The names of groups, dtypes and states are the reference's.
     """
@@ -26,7 +26,7 @@ class Base(_C.HandleSteps, Driven):
     zero3_group_rank: int
     zero3_group_size: int
     device: torch.device
-    _zero1_gather: _C.Gather | None  # None: through torch.distributed's functions, as where those are replaced
+    _zero1_gather: _C.Gather | None  # None: use torch.distributed's functions (a user may have replaced them)
     _zero3_gather: _C.Gather | None
     _device_handle: Any  # a _FSDPDeviceHandle
     _flat: FlatParam
@@ -36,7 +36,7 @@ class Base(_C.HandleSteps, Driven):
     _reduce_dtype: torch.dtype
     _offload_grads: bool
 
-    # Kept for the runtime that drives it
+    # Attributes of the driving runtime
     _ran_pre_backward_hook = False
     _ran_post_backward_hook = False
     _grad_synced = False
@@ -45,17 +45,17 @@ class Base(_C.HandleSteps, Driven):
 
     @property
     def full_prec_dtype(self) -> torch.dtype:
-        """Of masters, accumulated and reduced gradients: the parameters' own, and fp32 at least."""
+        """The dtype of masters, accumulated and reduced gradients: the parameters' dtype, at least float32."""
         return torch.promote_types(self._orig_param_dtype, torch.float32)
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of forward and backward, and of what is all-gathered."""
+        """The dtype of forward, backward and all-gathers."""
         return self._fwd_bwd_param_dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of the reduce-scatter."""
+        """The dtype of the reduce-scatter."""
         return self._reduce_dtype
 
     def _names(self) -> str:
@@ -68,10 +68,10 @@ class Base(_C.HandleSteps, Driven):
         free(tensor, self._flat._freed_message)
 
     def _free_after_use(self, tensor: Tensor) -> None:
-        """Free it once the current stream has come so far."""
+        """Free ``tensor`` when the current stream has done the work that it has now."""
         (self._free if self._is_on_host else self._flat._free_after_use)(tensor)
 
-    # Checks, as the reference has them
+    # Checks with the reference's names
 
     def _check_on_compute_device(self, tensor: Tensor) -> None:
         if tensor.device != self.device:
@@ -85,7 +85,10 @@ class Base(_C.HandleSteps, Driven):
         return tensor is not None and not is_allocated(tensor)
 
     def _versions(self) -> tuple[int, int, int]:
-        """What users have done: versions of parameters and masters, how many gradients there are, versions of those."""
+        """Return counts that change with users' writes.
+
+        ``(sum of versions of parameters and masters, number of gradients, sum of their versions)``.
+        """
         flat_param = self.flat_param
         params, masters = flat_param._params, (flat_param, flat_param._zero1_shard)
         found = _C.versions(params, *masters)

@@ -1,7 +1,7 @@
-"""Whether what a unit would forward with is still what its masters say: found out by all ranks alike.
+"""Decide whether a unit gathers from its masters, because they have changed, and decide it alike on all ranks.
 
-What a rank sees of its own masters may be less than what has changed on another one. Ranks that then gather over
-different groups wait for each other for ever: so where control flow does not tell, they ask each other, in 4 bytes.
+A rank sees only the writes to its own masters. If one rank gathered over the zero1 group and another over the zero3
+group, they would wait for each other forever. So if control flow does not decide it, the ranks exchange 4 bytes.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,12 @@ from ._sums import Sums
 class Freshness(Sums):
     """The part of the handle that decides when to gather from the masters.
 
-    ``_needs_param_sync and not _param_synced`` says so without asking, as in the reference; drivers may set both.
+    With ``_needs_param_sync and not _param_synced`` it does so without an exchange, as the reference does. The driver
+    may set both flags.
     """
 
     def _note_fresh(self) -> None:
-        """Masters are gathered as they are now."""
+        """Note that the current masters have been gathered."""
         self._seen_values, self._seen_steps = self._versions()[0], optimizers.taken
 
     def _ask(self, changed: bool) -> bool:
@@ -36,9 +37,10 @@ class Freshness(Sums):
 
 
 def agree(handles: Sequence[Any]) -> None:
-    """Ask once for ``handles``, which share a zero1 group, which masters have changed: their next unshard need not.
+    """Find out in one exchange which of ``handles`` have changed masters. Their next unshards need no exchange.
 
-    All ranks call it with the same handles, for instance as a forward begins. Communicates 4 bytes a handle.
+    All ranks of their common zero1 group call it with the same handles, for example when a forward begins.
+    Communicates: an all-reduce of 4 bytes for each handle. Raises: ValueError for a handle of another zero1 group.
     """
     if not handles:
         return
@@ -52,7 +54,7 @@ def agree(handles: Sequence[Any]) -> None:
 
 
 def _any_rank(flags: list[bool], handle: Base) -> list[bool]:
-    """For each flag whether it is set on some rank of the zero1 group."""
+    """Return for each flag whether any rank of the zero1 group has set it. A collective call."""
     if handle.zero1_world_size == 1:
         return flags
     found = torch.tensor(flags, dtype=torch.int32, device=handle.device)

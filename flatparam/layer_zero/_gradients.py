@@ -1,4 +1,7 @@
-"""The path of the gradients: a micro-batch's, the sum, the reduced shard, ``.grad`` of the original parameters."""
+"""The path of gradients through the handle: a micro-batch's gradient, the sum, the reduced shard, ``.grad``.
+
+The driver calls these methods in the order that docs/layerzero.md gives. The state says which call is allowed.
+"""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, SYNC_PARAMS, HandleTraini
 class Gradients(Parameters):
     """The part of the handle from backward to the optimizer."""
 
-    _count_reduced = 0  # of how many parameters the gradients were shown when they were reduced last
+    _count_reduced = 0  # number of parameters with a gradient after the last reduction
 
     _state_of = staticmethod(state_of)
 
@@ -34,9 +37,9 @@ class Gradients(Parameters):
         )
 
     def sync_params(self) -> None:
-        """Take what is forwarded with from the masters now, where they have changed: after a load, before evaluation.
+        """Gather changed masters now, for the next forwards: call it after a load, or before evaluation.
 
-        IDLE -> SYNC_PARAMS -> IDLE; all ranks call it. Raises: RuntimeError in any other state.
+        IDLE -> SYNC_PARAMS -> IDLE. All ranks call it. Raises: RuntimeError in any other state.
         """
         self._training_state = SYNC_PARAMS
         try:
@@ -63,7 +66,7 @@ class Gradients(Parameters):
             raise AssertionError(self._about("expects to be unsharded: call unshard() first"))
 
     def _set_aside(self) -> None:
-        """Take the user's gradients from ``flat_param.grad``: reduced ones become ``_saved_grad_shard``."""
+        """Clear ``flat_param.grad`` before a backward. A reduced gradient in it moves to ``_saved_grad_shard``."""
         flat_param = self.flat_param
         self._stop_showing()
         if flat_param.grad is not None and not self._in_backward:
@@ -72,12 +75,12 @@ class Gradients(Parameters):
                 self._zero_cleared_pieces()
             if count:
                 flat_param._saved_grad_shard = flat_param.grad
-                self._total = None  # as long as it is put aside, _show_sum() marks what is shown
+                self._total = None  # _show_sum() must mark zeros while a reduced gradient is put aside
             _C.set_grad(flat_param, None)
 
     @torch.no_grad()
     def _zero_cleared_pieces(self) -> None:
-        """Zero in the reduced gradient what the user has cleared since it was shown."""
+        """Zero the pieces of the reduced gradient whose ``.grad`` the user has set to None."""
         flat_param = self.flat_param
         refuse_freed(flat_param.grad, self._about("the reduced gradient"))
         for i, (param, piece) in enumerate(zip(flat_param._params, flat_param._shard_param_infos, strict=True)):
@@ -86,10 +89,10 @@ class Gradients(Parameters):
                 flat_param._is_grad_none_mask[i] = True
 
     def _take_runtime_grads(self) -> list[Tensor]:
-        """What this backward's gradients are in, and no longer ``flat_param.grad``.
+        """Return the tensors with this backward's gradients, and clear ``flat_param.grad``.
 
-        One buffer as a rule. Autograd makes another if ``flat_param.grad`` was cleared meanwhile, or accumulated and
-        the unit is used once more.
+        Usually it is one buffer. Autograd makes a second one if ``flat_param.grad`` was cleared meanwhile, or if it was
+        accumulated and the unit is used once more.
         """
         flat_param = self.flat_param
         buffer, grad = flat_param._full_grad_padded, flat_param.grad
@@ -130,12 +133,12 @@ class Gradients(Parameters):
         self._take_runtime_grads()
 
     def _free_unused_gradient(self) -> None:
-        """Give up what was prepared for a gradient that did not come."""
+        """Free the buffer that was prepared, if no gradient came."""
         if self.flat_param._full_grad_padded._version == self._prepared:
             self.free_runtime_unshard_grad()
 
     def _show(self) -> None:
-        """Show the user what he has now."""
+        """Let ``.grad`` show the sum of the micro-batches, or else the reduced gradient."""
         self._show_sum()
         self._show_reduced()
 
@@ -143,9 +146,9 @@ class Gradients(Parameters):
 
     @torch.no_grad()
     def _get_reduce_scatter_tensors(self) -> tuple[Tensor, Tensor]:
-        """``(sum of the micro-batches, empty shard)``, in ``grad_dtype``; zeros for a unit that got no gradient.
+        """Return ``(sum of the micro-batches, empty shard)`` in ``grad_dtype``. Without a gradient the sum is zeros.
 
-        Shapes: ``[N]`` and ``[N / ranks]``. Neither is divided by the number of ranks.
+        Shapes: ``[N]`` and ``[N / ranks of zero1]``. The sum is not divided by the number of ranks.
         """
         flat_param = self.flat_param
         if not flat_param.requires_grad:
@@ -169,9 +172,9 @@ class Gradients(Parameters):
         return self.zero1_process_group
 
     def set_shard_grad(self, shard_grad: Tensor) -> None:
-        """Hand over what the reduce-scatter gives, or will have given when ``_rs_handle`` is waited for.
+        """Take the result of the reduce-scatter. If ``_rs_handle`` is set, the result is complete after waiting for it.
 
-        Of a unit that is reduced more than once in a backward all count.
+        A unit may be reduced several times in one backward: the results are added.
         """
         flat_param = self.flat_param
         self._flat._check_size(shard_grad, "sharded", flat_param._sharded_size)
@@ -187,8 +190,8 @@ class Gradients(Parameters):
     def prepare_gradient_for_zero1(self) -> None:
         """Show the reduced gradient: each original parameter's ``.grad`` is its 1-D piece, in ``full_prec_dtype``.
 
-        It is added to that of earlier reductions, unless the user has cleared it. What forwards gathered is given up:
-        the optimizer steps next. A unit that nothing was reduced of keeps the gradients it has.
+        It is added to the gradient of earlier reductions, unless the user has cleared that. The gathered parameters are
+        given up, as the optimizer steps next. Without a reduction the gradients stay as they are.
         """
         flat_param = self.flat_param
         self.wait_reduce_scatter()
@@ -215,9 +218,9 @@ class Gradients(Parameters):
     prepare_gradient_for_optim = prepare_gradient_for_zero1
 
     def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Take notice of cleared gradients, and of parameters that were frozen since.
+        """Drop gradients that the user has cleared, and update ``flat_param.requires_grad``.
 
-        Not of a backward in progress: what it has prepared is no gradient of the user's yet.
+        During a backward no gradient is dropped: the prepared buffer is not the user's yet.
         """
         flat_param = self.flat_param
         summary = _C.grad_summary(flat_param._params)
@@ -233,7 +236,7 @@ class Gradients(Parameters):
 
     @torch.no_grad()
     def unshard_grad(self) -> None:
-        """Show the whole reduced gradient while ``flat_param`` is unsharded; None where no rank has one.
+        """Show the whole reduced gradient while ``flat_param`` is unsharded; None if no rank has one.
 
         Communicates over the zero1 group: an all-reduce of one int32 and an all-gather, in ``full_prec_dtype``.
         """
@@ -261,7 +264,7 @@ class Gradients(Parameters):
 
     @torch.no_grad()
     def reshard_grad(self) -> None:
-        """Go back to the pieces of the reduced gradient; ``flat_param`` is sharded again."""
+        """Show the pieces of the reduced gradient again. ``flat_param`` is sharded already."""
         flat_param = self.flat_param
         self._flat._clear_grads()
         _C.set_grad(flat_param, flat_param._saved_grad_shard)
@@ -272,10 +275,10 @@ class Gradients(Parameters):
 
     @torch.no_grad()
     def recover(self) -> None:
-        """Give up a step that an exception has broken off: its gathers, and the sum of its micro-batches.
+        """After an exception in a step, drop the gathered parameters and the sum of the micro-batches; go to IDLE.
 
-        Call it for every handle on every rank, or the micro-batches of some units count and of others do not. Gradients
-        that were reduced before it stay.
+        Call it for every handle on every rank: else the micro-batches would count in some units and not in others.
+        Gradients that were reduced before the step stay. No collective call, but it waits for those that have begun.
         """
         flat_param = self.flat_param
         self.wait_unshard()

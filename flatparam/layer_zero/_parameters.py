@@ -1,4 +1,12 @@
-"""The path of the parameters: master, zero3 shard, unsharded, and back."""
+"""The path of parameters through the handle: from the master or the zero3 shard to the unsharded one, and back.
+
+| tensor | shape | dtype | memory |
+|---|---|---|---|
+| ``_zero1_shard``, the master | ``[N / ranks of zero1]`` | ``full_prec_dtype`` | always |
+| ``_zero3_shard`` | ``[N / ranks of zero3]`` | ``param_dtype`` | from the first gather until masters change |
+| ``_full_param_padded`` | ``[N]`` | ``param_dtype`` | while unsharded |
+| ``_full_prec_full_param_padded`` | ``[N]`` | ``full_prec_dtype`` | in SUMMON_FULL_PARAMS |
+"""
 
 from typing import Any
 
@@ -20,7 +28,7 @@ class Parameters(Freshness):
 
     @torch.no_grad()
     def shard(self) -> None:
-        """Keep this rank's zero1 shard as the master, in ``full_prec_dtype``, and free the unsharded storage."""
+        """Copy this rank's zero1 shard as the master, in ``full_prec_dtype``, and free the unsharded storage."""
         flat_param = self.flat_param
         if flat_param.storage_offset() != 0:
             raise AssertionError(self._about("the flat parameter is not the sole occupant of its storage"))
@@ -39,7 +47,7 @@ class Parameters(Freshness):
 
     @staticmethod
     def _get_shard_from_padded_unshard_tensor(tensor: Tensor, rank: int, world_size: int) -> Tensor:
-        """A copy of ``rank``'s part of ``tensor``, whose elements must be a multiple of ``world_size``."""
+        """Return a copy of ``rank``'s part of ``tensor``, whose numel must be a multiple of ``world_size``."""
         if tensor.numel() % world_size:
             raise AssertionError(f"expected a multiple of {world_size} elements, got {tensor.numel()}")
         return FlatParam._get_shard(tensor, rank, world_size)[0]
@@ -47,7 +55,7 @@ class Parameters(Freshness):
     @torch.no_grad()
     @torch.inference_mode(False)
     def init_flat_param_attributes(self) -> None:
-        """Make the tensors of a step, without memory. Once, when ``flat_param`` is sharded and on its device."""
+        """Make the tensors of a step, without memory. Called once, when ``flat_param`` is sharded and on its device."""
         flat_param = self.flat_param
         if not hasattr(flat_param, "_zero1_shard"):
             raise AssertionError(self._about("expects to be sharded: call shard() first"))
@@ -71,7 +79,7 @@ class Parameters(Freshness):
     # The unsharded tensors
 
     def _get_padded_unsharded_flat_tensor(self, param: bool = True, free: bool = True) -> Tensor:
-        """The unsharded parameter, or gradient; its memory is given back if ``free``."""
+        """Return the unsharded parameter, or with ``param=False`` the gradient. ``free``: free its memory first."""
         tensor: Tensor = self.flat_param._full_param_padded if param else self.flat_param._full_grad_padded
         if free:
             self._free_unsharded_flat_tensor(param)
@@ -92,7 +100,10 @@ class Parameters(Freshness):
         self._free(self._get_padded_unsharded_flat_tensor(param, free=False))
 
     def _get_padded_to_gather_into(self) -> Tensor:
-        """In SUMMON_FULL_PARAMS the full-precision one: the other is freed, as the user may change the parameters."""
+        """Return the tensor to gather into: in SUMMON_FULL_PARAMS the full-precision one, if there is one.
+
+        The low-precision one is freed then: the user may change the parameters, and it would be outdated.
+        """
         flat_param = self.flat_param
         padded: Tensor = flat_param._full_param_padded
         if self._state is SUMMON_FULL_PARAMS and hasattr(flat_param, "_full_prec_full_param_padded"):
@@ -116,13 +127,13 @@ class Parameters(Freshness):
         raise AssertionError(self._about("call pre_unshard() before unshard()"))
 
     def _gather_masters(self, padded: Tensor) -> None:
-        """In SUMMON_FULL_PARAMS in full precision."""
+        """Gather the masters into ``padded``: in full precision in SUMMON_FULL_PARAMS, else in ``param_dtype``."""
         shard = self.flat_param._zero1_shard
         if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
             self._gather(padded, shard, from_masters=True)
             return
-        if self._seen_values != -1 and self._is_changed_here:  # let autograd refuse graphs of other weights
+        if self._seen_values != -1 and self._is_changed_here:  # autograd then refuses graphs of the old weights
             torch.autograd.graph.increment_version(self.flat_param)
         self._gather(padded, shard.to(self._fwd_bwd_param_dtype), from_masters=True)
         self._note_fresh()
@@ -145,7 +156,11 @@ class Parameters(Freshness):
         self._ag_handle = checked_collectives.begin_gather(native, padded, shard, group)
 
     def _wait_for_gather(self, error: Exception | None) -> None:
-        """Or what waiting has raised already."""
+        """Wait for the gather, or raise. ``error``: an exception that a wait in C has raised already.
+
+        Raises: RuntimeError if the gather failed: the unit is then not gathered. After another exception the gather
+        may go on, and its memory is kept.
+        """
         self._was_given_up = True
         group = self.zero3_process_group if self._ag_handle is self._zero3_gather else self._ag_group
         try:
@@ -173,14 +188,14 @@ class Parameters(Freshness):
     def _free_summoned(self) -> None:
         self._free(self._get_padded_to_gather_into())
         if self._stays_unsharded:
-            self.flat_param._zero3_shard = None  # it was freed, or may have been written to
+            self.flat_param._zero3_shard = None  # it may be freed or written to
 
     @torch.no_grad()
     def _take_zero3_shard(self) -> None:
         flat_param = self.flat_param
         self._is_from_masters = False
         if self._has_zero3_copy:
-            with torch.inference_mode(False):  # it outlives a forward in that
+            with torch.inference_mode(False):  # it outlives a forward in inference mode
                 flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
                     flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
                 )
@@ -189,13 +204,13 @@ class Parameters(Freshness):
         self._param_synced = True
 
     def post_reshard(self) -> None:
-        """Nothing: for symmetry with ``post_unshard()``."""
+        """Do nothing. The method exists for symmetry with ``post_unshard()``."""
 
     def _use_sharded_by_ops(self) -> None:
         self.flat_param.data = self.flat_param._zero1_shard
         self._flat._use_sharded_views()
 
     def _forget_what_was_gathered(self) -> None:
-        """The masters are about to change: the next unshard gathers from them."""
+        """Drop the zero3 shard, as the masters are about to change: the next unshard gathers from them."""
         self._param_synced = False
         self.flat_param._zero3_shard = None

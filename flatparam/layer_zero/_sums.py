@@ -1,6 +1,7 @@
-"""What a unit's micro-batches have added up, in full precision: on the device, or in host memory meanwhile.
+"""The sum of a unit's micro-batches, in full precision, on the device or offloaded to the host.
 
-Between micro-batches ``.grad`` shows it, so that who clears or zeroes gradients clears it.
+Between micro-batches ``.grad`` shows the sum, whole and unreduced: if the user clears or zeroes gradients, the sum is
+cleared. An optimizer that would step it is refused.
 """
 
 import warnings
@@ -22,31 +23,30 @@ from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
 
-_watched: "weakref.WeakSet[Sums]" = weakref.WeakSet()  # whatever has shown a sum
-_IN_ORDER = nullcontext()  # as everything is on the host
+_watched: "weakref.WeakSet[Sums]" = weakref.WeakSet()  # handles that have shown a sum
+_IN_ORDER = nullcontext()  # on the host everything runs in order
 
 
 class Sum(IntEnum):
-    """Where the sum of the micro-batches is."""
+    """The place of the sum of the micro-batches."""
 
     NONE = auto()
-    ZEROS = auto()  # nothing was added yet
+    ZEROS = auto()  # on the device; nothing was added yet
     ON_DEVICE = auto()
-    ON_HOST = auto()  # what memory it may still have on the device counts no more
+    ON_HOST = auto()  # memory on the device, if any, is ignored
 
 
 class Sums(Base):
     """The part of the handle that keeps ``_full_prec_grad_padded`` and its copy ``_cpu_grad`` on the host.
 
-    Whatever works on them waits, on its stream, for what worked on them before: drivers may use any streams. They are
-    shown, unreduced and whole, as gradients of the original parameters.
+    Each operation on them waits, on its stream, for the previous one (``_in_order``): the driver may use any streams.
     """
 
     _last_use: Any = None  # an event on an accelerator
-    _is_watched = False  # before an optimizer's step
-    _versions_shown: list[int | None] | None = None  # of each gradient, where reduced ones are put aside
+    _is_watched = False  # optimizers are checked before they step
+    _versions_shown: list[int | None] | None = None  # of each gradient as shown, if reduced ones are put aside
     _rs_handle: Any = None
-    _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
+    _reduced_before: Tensor | None = None  # an earlier result of this backward, while the next reduction runs
 
     def _in_order(self) -> AbstractContextManager[None]:
         return _IN_ORDER if self._is_on_host else self._in_order_of_streams()
@@ -60,11 +60,11 @@ class Sums(Base):
         self._last_use.record()
 
     def already_load_full_prec_grad(self) -> bool:
-        """Whether the sum, or zeros to begin one with, is on the device."""
+        """Whether the sum is on the device, perhaps zeros so far."""
         return self._sum in (Sum.ZEROS, Sum.ON_DEVICE)
 
     def alloc_full_prec_grad(self) -> None:
-        """Give the sum memory on the device: zeros, unless it is to be reloaded from the host."""
+        """Allocate the sum on the device. It is zeroed, unless it will be reloaded from the host."""
         if self.already_load_full_prec_grad():
             return
         self._allocate_sum()
@@ -74,11 +74,11 @@ class Sums(Base):
             self._sum = Sum.ZEROS
 
     def _allocate_sum(self) -> None:
-        self.wait_reduce_scatter()  # it may still read that memory
+        self.wait_reduce_scatter()  # the reduction may still read that memory
         allocate(self.flat_param._full_prec_grad_padded, self.flat_param._padded_unsharded_size)
 
     def free_full_prec_grad(self) -> None:
-        """Free the sum's memory on the device; it is given up unless it was offloaded."""
+        """Free the sum's memory on the device. Unless it was offloaded, the sum is lost."""
         if self._sum != Sum.ON_HOST:
             was_shown = self._stop_showing()
             self._sum = Sum.NONE
@@ -90,7 +90,7 @@ class Sums(Base):
                 self._free(total)
 
     def _add(self, grads: list[Tensor]) -> None:
-        """Add gradients of one micro-batch, of any dtype, in one pass over memory each."""
+        """Add the gradients of one micro-batch, of any dtype. Each takes one pass over memory."""
         self.reload_full_prec_grad()
         total = self.flat_param._full_prec_grad_padded
         if self._sum == Sum.NONE:
@@ -107,7 +107,7 @@ class Sums(Base):
                 self._sum = Sum.ON_DEVICE
 
     def offload_grad(self) -> None:
-        """Copy the sum into ``_cpu_grad``, where it is then; ``free_full_prec_grad()`` frees it on the device.
+        """Move the sum to ``_cpu_grad``. ``free_full_prec_grad()`` then frees the memory on the device.
 
         The copy runs on the current stream. Raises: RuntimeError if nothing was accumulated since the last reduction.
         """
@@ -141,7 +141,7 @@ class Sums(Base):
     # Showing it
 
     def _show_sum(self) -> None:
-        """Show it if this is the time: the unit is idle, the modules have their parameters."""
+        """Let ``.grad`` show the sum, if there is one, the unit is IDLE and sharded."""
         if self._is_shown or self._state is not IDLE or self._is_unsharded:
             return
         if self._sum != Sum.ON_DEVICE and self._sum != Sum.ON_HOST:
@@ -152,7 +152,7 @@ class Sums(Base):
         has_aside = hasattr(flat_param, "_saved_grad_shard")
         if has_aside:  # csrc/tensor/fp_gradients.h has the rule
             if self._last_use is not None:
-                self._last_use.synchronize()  # the host reads what is being copied to it
+                self._last_use.synchronize()  # the host reads memory that a copy still writes
             _C.mark_zeros(total)
         self._flat._clear_grads()
         _C.set_grad(flat_param, total)
@@ -160,14 +160,14 @@ class Sums(Base):
         self._note_shown()
         self._versions_shown = self._flat._versions_of_grads() if has_aside else None
         if self._is_on_host and self._sum == Sum.ON_DEVICE:
-            self._total = None if has_aside else total  # C shows that again without marks
+            self._total = None if has_aside else total  # C can show it again, without marking zeros
         if not self._is_watched:
             self._is_watched = True
             _watched.add(self)
             optimizers.ask_before(_check)
 
     def _show_reduced(self) -> None:
-        """Show what was reduced before and put aside, where nothing was added up since."""
+        """Let ``.grad`` show the reduced gradient that was put aside, if there is no sum."""
         flat_param = self.flat_param
         reduced = getattr(flat_param, "_saved_grad_shard", None)
         if reduced is None or self._sum != Sum.NONE or flat_param.grad is not None or self._is_unsharded:
@@ -177,13 +177,13 @@ class Sums(Base):
         self._use_sharded_grad_views()
 
     def _use_sharded_grad_views(self) -> None:
-        """Make each original parameter's gradient its 1-D piece of the reduced one; None if there is none."""
+        """Set each original parameter's ``.grad`` to its 1-D piece of the reduced gradient, or to None."""
         self._flat._check_sharded(self.flat_param)
         self._flat._set_sharded_grads(self.sharded_grad)
 
     @property
     def sharded_grad(self) -> Tensor | None:
-        """The reduced gradient, wherever it is; None if there is none."""
+        """The reduced gradient in ``full_prec_dtype``, from whichever attribute holds it; None: there is none."""
         flat_param = self.flat_param
         for name in ("_saved_grad", "_saved_grad_shard"):
             if hasattr(flat_param, name):
@@ -200,9 +200,10 @@ class Sums(Base):
         return True
 
     def _notice_cleared_grads(self) -> None:
-        """Give up what the user has cleared or zeroed since it was shown, of this sum and of earlier reductions.
+        """Clear or zero in the sum, and in the gradient put aside, what the user has cleared or zeroed in ``.grad``.
 
-        Raises: ValueError naming a parameter whose gradient was changed otherwise while reduced ones are put aside.
+        Raises: ValueError naming a parameter, if its gradient was changed in another way while a reduced one is put
+        aside: the change would not reach that one.
         """
         if not self._is_shown or self._is_as_shown:
             return
@@ -221,7 +222,7 @@ class Sums(Base):
         self._note_shown()
 
     def _zeroed_grads(self) -> list[int]:
-        """Which parameters' gradients were set to zeros in place, where reduced ones are put aside."""
+        """Return indices of parameters whose gradients were zeroed in place. Raises: as ``_notice_cleared_grads``."""
         flat_param, zeroed = self.flat_param, []
         pairs = zip(self._flat._versions_of_grads(), self._versions_shown or (), strict=False)
         changed = [i for i, (now, shown) in enumerate(pairs) if now is not None and now != shown]
@@ -237,7 +238,7 @@ class Sums(Base):
         return zeroed
 
     def _drop_cleared_grad(self) -> Tensor | None:
-        """The reduced gradient; None, and it is given up, where no original parameter has one any more."""
+        """Return the reduced gradient. If no original parameter has a gradient, drop it and return None."""
         flat_param = self.flat_param
         if self._versions()[1] == 0:
             _C.set_grad(flat_param, None)
@@ -248,7 +249,7 @@ class Sums(Base):
     # Reducing it
 
     def wait_reduce_scatter(self) -> None:
-        """Wait for ``_rs_handle``, which the driver has set, and free what it has reduced."""
+        """Wait for ``_rs_handle``, if the driver has set it, and free the sum that it has reduced."""
         if self._rs_handle is not None:
             if isinstance(self._rs_handle, dist.Work):
                 checked_collectives.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
@@ -266,7 +267,7 @@ class Sums(Base):
 
 
 def _check(optimizer: Optimizer, *arguments: Any) -> None:
-    """Raises: ValueError naming a parameter whose ``.grad`` is the sum of micro-batches of this rank alone."""
+    """Before a step of ``optimizer``. Raises: ValueError naming a parameter whose ``.grad`` is this rank's own sum."""
     showing = [handle for handle in _watched if handle._is_shown]
     if not showing:
         return

@@ -1,4 +1,7 @@
-"""FlatParamHandle of LayerZeRO: one unit, its parameters over two groups, driven step by step without a wrapper."""
+"""LayerZero's FlatParamHandle: one unit, sharded over two groups, driven call by call without a wrapper.
+
+The constructor checks all arguments with all ranks before it changes the module.
+"""
 
 import functools
 import inspect
@@ -29,25 +32,24 @@ _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValue
 
 
 class FlatParamHandle(Gradients):
-    """Owns the flat parameter of one unit: masters over the zero1 group, what forwards gather over the zero3 group.
+    """Owns the flat parameter of one unit: masters sharded over the zero1 group, zero3 shards over the zero3 group.
 
     Args:
-        params: the parameters to flatten; at least one, all in ``zero3_module``'s tree, real floating-point ones of
-            one dtype and device, in no other handle.
+        params: the parameters to flatten: at least one, all in ``zero3_module``'s tree, real, floating-point, of one
+            dtype and device, in no other handle.
         zero3_module: the module whose forward needs them.
-        device: where it computes and communicates.
+        device: the device of computation and communication.
         mp_param_dtype: dtype of forward, backward and all-gathers; None for the parameters' own.
-        mp_reduce_dtype: dtype of the reduce-scatter; None for that of the masters, which is the parameters' own, and
-            fp32 at least.
-        zero3_process_group: the ranks that share what forward and backward gather; of one size on all ranks, disjoint.
-        zero1_process_group: the ranks that share masters, gradients and optimizer state; it holds the former.
-        offload_grads: keep what micro-batches add up in host memory between them; ``4 * N`` bytes of it, pinned.
+        mp_reduce_dtype: dtype of the reduce-scatter; None for the masters' dtype: the parameters', at least float32.
+        zero3_process_group: the ranks over which forward and backward gather; disjoint groups of one size.
+        zero1_process_group: the ranks that share masters, gradients and optimizer state; it contains the zero3 group.
+        offload_grads: keep the sum of the micro-batches in pinned host memory, ``4 * N`` bytes.
 
-    All ranks of ``zero1_process_group`` construct it alike. Shapes: ``flat_param`` is 1-D, N elements unsharded, N over
-    the ranks of zero1 when sharded; ``flat_param._zero1_shard`` is the master, ``_zero3_shard`` N over the ranks of
-    zero3. Raises: ValueError, TypeError on all ranks alike for what is in docs/layerzero.md.
-    Source: MindSpeed's LayerZeRO, ``zero3/flat_param.py``: its names and order of calls; docs/layerzero.md says what
-    differs.
+    All ranks of ``zero1_process_group`` must construct it with equal arguments. Shapes: ``flat_param`` is 1-D: N
+    elements unsharded, N / ranks of zero1 sharded; `_parameters.py` has the other tensors.
+    Raises: ValueError or TypeError on all ranks alike, in the cases that docs/layerzero.md lists.
+    Source: MindSpeed's LayerZeRO, ``zero3/flat_param.py``: its names and order of calls. docs/layerzero.md lists the
+    differences.
     """
 
     def __init__(
@@ -108,7 +110,10 @@ class FlatParamHandle(Gradients):
         zero1_process_group: dist.ProcessGroup,
         offload_grads: bool = False,
     ) -> None:
-        """Check everything, with all ranks of ``zero1_process_group``, and note groups and device."""
+        """Check all arguments together with all ranks of ``zero1_process_group``; store groups and device.
+
+        A collective call. Raises: on all ranks alike; the module is unchanged then.
+        """
         what = f"FlatParamHandle of {type(zero3_module).__name__}"
         _check_groups(zero3_process_group, zero1_process_group, what)
         self.zero3_process_group, self.zero1_process_group = zero3_process_group, zero1_process_group
@@ -144,13 +149,13 @@ class FlatParamHandle(Gradients):
         try:
             check_described(described, problem, zero1_process_group)
         finally:
-            problem = None  # it has this frame
+            problem = None  # its traceback holds this frame
         self._offload_grads = bool(offload_grads)
         self._zero1_gather = native_gather(zero1_process_group, self.device)
         self._zero3_gather = native_gather(zero3_process_group, self.device)
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
-        """The names of ``params``. Raises: ValueError naming one that cannot be flattened with the others, and why."""
+        """Return the FQNs of ``params``. Raises: ValueError naming a parameter that cannot be flattened, and why."""
         if len(params) == 0:
             raise ValueError(f"Cannot construct a {what} with an empty parameter list")
         for i, param in enumerate(params):
@@ -163,8 +168,8 @@ class FlatParamHandle(Gradients):
                     f"parameter `{name}` of {what} is flattened already: it belongs to {owner._names()}; a parameter "
                     "can be in one unit only"
                 )
-        self._flat = flat = FlatParam.__new__(FlatParam)  # it is built when all ranks have agreed
-        flat._padding_value = 0.0  # drivers see the flat parameter, and norms of it
+        self._flat = flat = FlatParam.__new__(FlatParam)  # __init__ builds it after all ranks have agreed
+        flat._padding_value = 0.0  # drivers take norms of the flat parameter
         flat._use_orig_params = True
         flat._find(params, module)
         for param in params:
@@ -181,7 +186,7 @@ class FlatParamHandle(Gradients):
         return names
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's, before ``shard()``. Raises: RuntimeError after it: the master would stay behind."""
+        """Call ``flat_param.to(...)``, before ``shard()``. Raises: RuntimeError after it: the master would not move."""
         if hasattr(self.flat_param, "_zero1_shard"):
             raise RuntimeError(
                 f"{self._names()} is sharded already: move or convert the module before its handle is constructed"
@@ -189,7 +194,7 @@ class FlatParamHandle(Gradients):
         self._flat.flat_param_to(*args, **kwargs)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's zero1 shard holds of each original parameter; those that it does not hold are left out."""
+        """Describe the elements of each original parameter in the zero1 shard; leave out parameters without any."""
         flat = self.flat_param
         fields: Any = _C.held(flat._shard_param_infos, flat._fqns, flat._shapes, flat._numels)
         return FlatParamShardMetadata(*fields)
@@ -212,10 +217,10 @@ class FlatParamHandle(Gradients):
     def __repr__(self) -> str:
         return f"layer_zero.FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
 
-    # What the flat parameter does as it is
+    # Methods that the drop-in's handle does
 
     def flatten_tensors(self, tensors: list[Tensor], aligned_numel: int, div: int | None = None) -> Tensor:
-        """Concatenate ``tensors`` as the flat parameter is, if ``aligned_numel`` > 0; ``div``: the ranks of zero1."""
+        """Concatenate ``tensors``, padded as the flat parameter if ``aligned_numel`` > 0. ``div``: ranks of zero1."""
         if div not in (None, self.zero1_world_size):
             raise ValueError(self._about(f"expected div to be {self.zero1_world_size}, the ranks of zero1, got {div}"))
         return self._flat.flatten_tensors(tensors, aligned_numel)
@@ -223,11 +228,11 @@ class FlatParamHandle(Gradients):
     def flatten_tensors_into_flat_param(
         self, tensors: list[Tensor], aligned_numel: int, requires_grad: bool, div: int | None = None
     ) -> FlatParameter:
-        """The same as a flat parameter, without what is recorded of one."""
+        """Concatenate ``tensors`` into a new flat parameter without metadata."""
         return FlatParameter(self.flatten_tensors(tensors, aligned_numel, div), requires_grad=requires_grad)
 
     def _deregister_orig_params(self) -> None:
-        """Take the original parameters off their modules, after what the user has put in place of them."""
+        """Remove the original parameters from their modules. Users' replacements are written back first."""
         self._reset_flat_param_grad_info_if_needed()
         self._write_back()
         super(FlatParam, self._flat)._deregister_orig_params()
@@ -235,34 +240,34 @@ class FlatParamHandle(Gradients):
     # Looking things up
 
     def _named_module_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What the modules have at the moment, by name."""
+        """Yield ``(FQN, the module's current attribute)`` for each original parameter."""
         for fqn, info in zip(self.flat_param._fqns, self.flat_param._param_infos, strict=True):
             yield fqn, getattr(info.module, info.param_name)
 
     def _get_orig_param_by_name(self, total_name: str) -> nn.Parameter | None:
-        """The original parameter of that name."""
+        """Return the original parameter with the FQN ``total_name``, or None."""
         return dict(zip(self.flat_param._fqns, self.flat_param._params, strict=True)).get(total_name)
 
     def _get_module_param_by_name(self, total_name: str) -> Tensor | None:
-        """What its module has at the moment of the parameter of that name."""
+        """Return the module's current attribute for the FQN ``total_name``, or None."""
         return dict(self._named_module_parameters()).get(total_name)
 
     def _shard_grad_list(self) -> Iterator[Tensor | None]:
-        """The gradients of the original parameters."""
+        """Yield the gradients of the original parameters."""
         for param in self.flat_param._params:
             yield param.grad
 
 
 def owner_of(param: Tensor) -> FlatParamHandle | None:
-    """The handle that has flattened ``param``, if one has."""
+    """Return the handle that has flattened ``param``, or None."""
     return _owners.get(id(param))
 
 
 def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
-    """Refuse two groups that no unit can be spread over. All ranks of ``zero1`` call it.
+    """Check that a unit can be sharded over the two groups. All ranks of ``zero1`` call it.
 
-    Raises: TypeError for what is no process group, ValueError unless this rank is in both, the zero3 groups of all
-    ranks are of one size, disjoint, inside of ``zero1`` and cover it; naming sizes and ranks.
+    Raises: TypeError for an object that is no process group. ValueError, naming sizes and ranks, unless this rank is in
+    both groups, and the zero3 groups of all ranks have one size, are disjoint and cover ``zero1``.
     """
     for name, group in (("zero3_process_group", zero3), ("zero1_process_group", zero1)):
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -274,7 +279,7 @@ def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
     check_pair(zero3, zero1, what)
 
 
-# What the reference's handle has too, and the flat parameter does
+# Methods of the reference's handle that forward to the drop-in's handle
 _OF_FLAT_PARAM = (
     *("is_sharded", "param_module_names", "shared_param_module_names", "unflatten_as_params"),
     *("_check_on_cpu", "_check_sharded", "_check_storage_allocated", "_check_storage_freed"),

@@ -1,4 +1,4 @@
-"""What a rank's shard holds of parameters, in the reference's fields."""
+"""Named tuples that describe the elements in a rank's shard, with the reference's fields."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,10 +7,11 @@ import torch
 
 
 class ShardParamInfo(NamedTuple):
-    """What this rank's zero1 shard holds of one original parameter, and where the parameter lies.
+    """The elements of one original parameter in this rank's zero1 shard, and the parameter's place.
 
-    The first five fields are torch's ``_ShardParamInfo``. All are in elements; every end is inclusive. The last two
-    are of the whole parameter in the unsharded flat parameter, and are set whether it is in the shard or not.
+    All fields but the first are numbers of elements; each end is inclusive. The first five are torch's
+    ``_ShardParamInfo``. The last two are the range of the whole parameter in the unsharded flat parameter; they are set
+    even if the shard has none of it.
     """
 
     in_shard: bool
@@ -23,9 +24,9 @@ class ShardParamInfo(NamedTuple):
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """What a rank's shard holds, one entry a parameter that it holds. The names are torch's; it has two fields less.
+    """The parameters with elements in a rank's shard, one entry each. It has torch's names, and two fields less.
 
-    ``param_offsets`` are the first and the last element, inclusive, of the parameter that the shard has.
+    ``param_offsets``: the first and the last element (inclusive) of the parameter in the shard.
     """
 
     param_names: tuple[str, ...]
@@ -37,6 +38,6 @@ class FlatParamShardMetadata(NamedTuple):
 def with_places(
     infos: Iterable[tuple[Any, ...]], offsets: Iterable[tuple[int, int]], is_padding: Iterable[bool]
 ) -> tuple[ShardParamInfo, ...]:
-    """torch's infos, one a parameter, with the ``[start, end]`` of each in ``offsets``, which tells of paddings too."""
+    """Return ``infos``, torch's, with the place ``[start, end]`` of each parameter. ``offsets`` has paddings too."""
     places = (place for place, padding in zip(offsets, is_padding, strict=True) if not padding)
     return tuple(ShardParamInfo._make((*info, *place)) for info, place in zip(infos, places, strict=True))

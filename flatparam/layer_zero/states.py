@@ -1,4 +1,4 @@
-"""The states of a LayerZero handle."""
+"""The states of a LayerZero handle, and the conversion from torch's and the reference's enums."""
 
 from enum import Enum, auto
 from typing import Any
@@ -7,11 +7,10 @@ _ENUM = "HandleTrainingState"
 
 
 class HandleTrainingState(Enum):
-    """torch's states of a handle, and SYNC_PARAMS: refreshing what forwards gather from, without one.
+    """torch's states of a handle, and SYNC_PARAMS: gathering changed masters outside of a forward.
 
-    ``csrc/module/fp_handle_steps.c`` knows them by their values, and which may follow which.
-
-    A member equals that of the same name of any other enum of this name: torch's, and the reference's.
+    ``csrc/module/fp_handle_steps.c`` uses the values, and has the table of allowed changes. A member equals a member
+    with its name of any enum with this class's name: torch's and the reference's.
     """
 
     IDLE = auto()
@@ -34,7 +33,7 @@ IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS = Ha
 
 
 def state_of(value: Any) -> HandleTrainingState:
-    """The state that a member of torch's enum or of the reference's stands for. Raises: ValueError."""
+    """Convert a member of torch's or the reference's enum. Raises: ValueError for any other value."""
     name = getattr(value, "_name_", "")
     state = HandleTrainingState.__members__.get(name) if type(value).__name__ == _ENUM else None
     if state is None:
