@@ -1,1 +1,1 @@
-"""The handle of torch's FSDP on flatparam's C core, and putting it in torch's place."""
+"""torch's FlatParamHandle on flatparam's C core, and the functions that install it under torch's wrapper."""

@@ -1,4 +1,9 @@
-"""What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
+"""The base of all parts of FlatParamHandle: attributes, properties, checks, messages, and the marks of fast paths.
+
+The handle is one class in parts, each a base of the next: `post_backward.py`, `recovery.py`, this, `views.py`,
+`writeback.py`, `gradients.py`, `gathering.py`, and beside them `flatten.py`; `handle.py` joins them. torch's runtime
+drives it, in the thread of the forward or of autograd. Attributes and methods have torch's names: users replace them.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +23,17 @@ from .recovery import Interruptible
 Method = TypeVar("Method", bound=Callable[..., Any])
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle  # before install() replaces it
 
-# Fast paths: each does the work of several methods without calling them. Those name it by step_of(), and the handle
-# takes it only while none of them was replaced, on the class or on the handle.
-FLATTEN = "flatten"  # parameters into a flat one, in C
-RESHARD = "reshard"  # in one call
-STREAM = "stream"  # the shard filled straight from the originals, with no flat parameter before it
-UNSHARD = "unshard"  # in one call
-VIEWS = "views"  # made and shown by C's loops
+# Fast paths: each does the work of several methods without calling them. step_of() marks those methods. The handle
+# takes a fast path only if none of its methods was replaced, on the class or on the handle.
+FLATTEN = "flatten"  # copies parameters into the flat parameter, in C
+RESHARD = "reshard"  # reshards in one call
+STREAM = "stream"  # fills the shard from the originals, without a flat parameter before it
+UNSHARD = "unshard"  # unshards in one call
+VIEWS = "views"  # C's loops make and set the views
 
 
 def step_of(*paths: str) -> Callable[[Method], Method]:
-    """Mark a method that these fast paths pass by."""
+    """Return a decorator that marks a method which the fast paths ``paths`` do not call."""
 
     def mark(method: Method) -> Method:
         method.__dict__["passed_by"] = paths
@@ -38,7 +43,7 @@ def step_of(*paths: str) -> Callable[[Method], Method]:
 
 
 def unseen(method: Method) -> Method:
-    """Have selective activation checkpoints keep nothing of what ``method`` does, so that it is done again."""
+    """Hide ``method`` from selective activation checkpoints: they must run it again, and keep none of its results."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +53,7 @@ def unseen(method: Method) -> Method:
 
 
 def steps_by_path(methods: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the marked ``methods``, by the fast path that passes them by."""
+    """Map each fast path to the names of the ``methods`` that it does not call."""
     steps: dict[str, tuple[str, ...]] = {}
     for name, method in methods.items():
         for path in getattr(method, "passed_by", ()):
@@ -62,12 +67,12 @@ _FREED_FOR_GRAPH = (
 )
 
 
-# What else the flat parameter's data is at times
+# Attributes with the other tensors that the flat parameter's data may be
 _OTHER_MEMORY = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 class HandleBase(Interruptible):
-    """Attributes as torch's handle has them (state that users may write is read anew each time, never cached)."""
+    """The attributes of torch's handle. Users may write them: they are read at each use, and never cached."""
 
     flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
     device: torch.device
@@ -77,7 +82,7 @@ class HandleBase(Interruptible):
     _aligned_numel: int
     _debug_level: dist.DebugLevel
     _device_handle: Any  # a _FSDPDeviceHandle
-    _fake_process_group: Any  # where environment variables ask for one
+    _fake_process_group: Any  # if environment variables ask for one
     _fsdp_extension: Any
     _fully_sharded_module: nn.Module
     _fwd_bwd_param_dtype: torch.dtype
@@ -91,24 +96,24 @@ class HandleBase(Interruptible):
     _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
     _sharding_strategy: HandleShardingStrategy
     _skip_writeback_check: bool
-    _unit: Any = None  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
-    # The strategies that stay unsharded after forward leave the unsharded views in place: what those are views of; None
-    # while the views are what the flat parameter says
+    _unit: Any = None  # a _C.ModuleParams, the loops in C; None: use torch's operations
+    # Strategies that stay unsharded after forward leave the modules' unsharded views in place: the tensor under these
+    # views. None: the views are of the flat parameter
     _unsharded_flat_param_for_skipped_views: Any = None
     _use_fake_all_gather: bool
     _use_fake_reduce: bool
     _use_full_prec_in_eval: bool
     _use_orig_params: bool
 
-    _shard_seen: Tensor | None = None  # `_local_shard` when it was looked at last
-    _padded_to: int | None = None  # elements that padding aligns parameters to; None: a user's own layout
+    _shard_seen: Tensor | None = None  # `_local_shard` at the last check
+    _padded_to: int | None = None  # padding aligns parameters to so many elements; None: a user's layout
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
     # Filled when the class is complete
-    _own_methods: ClassVar[dict[str, Any]] = {}  # and properties, by name, as defined here
-    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see step_of()
+    _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here
+    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # fast path -> methods that it does not call; see step_of()
 
-    # What follows from them, as in torch's handle
+    # torch's properties and methods
 
     uses_sharded_strategy: bool = TORCH_HANDLE.uses_sharded_strategy
     is_sharded = TORCH_HANDLE.is_sharded  # False before ``shard()`` and for NO_SHARD
@@ -120,13 +125,13 @@ class HandleBase(Interruptible):
     _skipped_use_sharded_views: bool = TORCH_HANDLE._skipped_use_sharded_views
     _fqns_in_shard: list[str] = TORCH_HANDLE._fqns_in_shard
     _get_modules = TORCH_HANDLE._get_modules
-    param_module_names = TORCH_HANDLE.param_module_names  # pairs of every original parameter's names
-    shared_param_module_names = TORCH_HANDLE.shared_param_module_names  # of the further places of shared ones
+    param_module_names = TORCH_HANDLE.param_module_names  # (parameter name, module name) of each original parameter
+    shared_param_module_names = TORCH_HANDLE.shared_param_module_names  # the same for further places of shared ones
     _init_param_reduce_dtypes = TORCH_HANDLE._init_param_reduce_dtypes
     __repr__ = TORCH_HANDLE.__repr__
 
     def _layout_of(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout:
-        """Where parameters of these sizes lie, padded if ``aligned_numel`` > 0. They have at least one element."""
+        """Return the layout of parameters of these sizes, not all 0. Padded if ``aligned_numel`` > 0."""
         try:
             return _C.Layout(numels, self.world_size, 1, aligned_numel)
         except _C.ShardError:
@@ -136,12 +141,12 @@ class HandleBase(Interruptible):
 
     @property
     def _layout(self) -> _C.Layout:
-        """Where the original parameters lie, if that is ours."""
+        """The layout of the original parameters, if flatparam has made it."""
         return self._layout_of(self.flat_param._numels, self._padded_to or 0)
 
     @property
     def _all_infos(self) -> tuple[Any, ...]:
-        """The places of original parameters, then their further ones."""
+        """The places of all original parameters, then the further places of shared ones."""
         return (*self.flat_param._param_infos, *self.flat_param._shared_param_infos)
 
     def _is_replaced(self, *names: str) -> bool:
@@ -150,10 +155,10 @@ class HandleBase(Interruptible):
         return any(getattr(method, "__func__", method) is not own for method, own in found)
 
     def _keep_moved_shard(self: Any) -> None:
-        """Let ``_local_shard`` be the memory that the user has moved the sharded flat parameter to, as ``.to()`` does.
+        """Follow the user who moved or converted the sharded flat parameter (``.to()``): update ``_local_shard``.
 
-        It may be of another dtype. torch keeps the one from before: what is written to the other one is lost in the
-        next forward. Who sets ``_local_shard`` himself gets that.
+        torch keeps the old ``_local_shard``, and writes to the new memory are lost in the next forward. If the user has
+        set ``_local_shard``, it is kept.
         """
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)
@@ -179,26 +184,26 @@ class HandleBase(Interruptible):
     # Messages and checks
 
     def _names(self, most: int = 3) -> str:
-        """The unit for a message: its module and its first parameters' names."""
+        """Return the unit's name for messages: its module and the FQNs of its first ``most`` parameters."""
         fqns = self.flat_param._fqns
         more = f", ... ({len(fqns)} in all)" if len(fqns) > most else ""
         return f"the flat parameter of {type(self._fully_sharded_module).__name__} ({', '.join(fqns[:most])}{more})"
 
     @property
     def _freed_reason(self) -> str | None:
-        """What a user is told who reads or writes a parameter of this unit while it is freed.
+        """The message of the error when a user reads or writes a freed parameter of this unit.
 
-        None where a user's own method allocates: torch's way to resize a storage reads it first.
+        None, and no error, if a user has replaced a method that allocates: torch's resize of a storage reads it first.
         """
         if self._is_replaced("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard"):
             return None
         return self._freed_message + (_FREED_FOR_GRAPH if self._backward_made_graph else "")
 
     def _free(self, tensor: Tensor) -> None:
-        """Free ``tensor``'s memory; who reads it then is told of this unit.
+        """Free ``tensor``'s memory. Reading it then raises an error that names this unit.
 
-        A second backward, through the graph of the first one, would begin with views of what it finds: so that it is
-        told too, the storage keeps its size.
+        After a backward with create_graph=True the storage keeps its size: else a second backward through that graph
+        would make views of an empty storage, without this error.
         """
         free(tensor, self._freed_reason, self._backward_made_graph)
 
@@ -211,11 +216,11 @@ class HandleBase(Interruptible):
         )
 
     def _about(self, message: str, index: int | None = None) -> str:
-        """``message`` with the parameter, or the unit, that it is about."""
+        """Return ``message`` with the FQN of parameter ``index``, or with the unit's name."""
         return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
 
     def _wrong(self, message: str, index: int | None = None) -> AssertionError:
-        """What a check raises."""
+        """Return the error of a failed check."""
         return AssertionError(self._about(message, index))
 
     @step_of(UNSHARD, RESHARD)
@@ -224,7 +229,7 @@ class HandleBase(Interruptible):
             raise self._wrong("Expects sharded strategy, not NO_SHARD")
 
     def _check_memory_of_shard(self, shard: Tensor) -> None:
-        """Raises: ValueError, where others would read or write what is not its memory."""
+        """Raises: ValueError if the storage is smaller than ``shard``: a collective would access memory beyond it."""
         numel = shard.numel()
         if _C.is_plain_tensor(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Whether all ranks have the same flat parameter: found out before the first of its collectives.
+"""Check before the first gather of a flat parameter that all ranks have built the same one.
 
-Ranks that differ would crash in it, where sizes differ, wait for each other in a reduction, where one of them has
-frozen a unit, or train a mixture. torch compares indices of parameters, with TORCH_DISTRIBUTED_DEBUG alone.
+Without the check, ranks with other sizes would crash in the gather, ranks that have frozen other units would wait for
+each other in a reduction, and ranks with other parameters would train a mixture. torch compares only indices of
+parameters, and only with TORCH_DISTRIBUTED_DEBUG.
 
-Not compared, as no collective of every rank comes before they differ: NO_SHARD, of which a rank may run forwards
-alone; replicas of HYBRID_SHARD with each other, whose group the handle does not know; what is frozen after the first
-gather.
+Not compared: NO_SHARD, as a rank may run forwards alone; replicas of HYBRID_SHARD with each other, as the handle does
+not know their group; parameters that are frozen after the first gather. `gathering.py` calls this once for a handle.
 """
 
 import warnings
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from ..common.collectives import all_gather_beside
 from ..common.described import Described, digest_of_said, first_difference
 
-_HALF = 16  # bytes of a digest
+_HALF = 16  # bytes of each of the two digests
 
 
 def check_same_on_all_ranks(handle: Any) -> None:
-    """Compare ``handle`` over its group. A collective call of 32 bytes, past ``torch.distributed``'s functions.
+    """Compare ``handle`` over its group. A collective call of 32 bytes, not through ``torch.distributed``'s functions.
 
-    Names alone may differ, as torch lets them: ranks may ignore other numbers of modules. A warning says so.
+    If only the names differ, it warns: torch allows that, for example if ranks ignore other modules.
     Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from the first rank's.
     """
     group = handle.process_group
@@ -50,7 +50,7 @@ def check_same_on_all_ranks(handle: Any) -> None:
 
 
 def _with_names_of(first: Described, other: Described) -> Described:
-    """``other``, with names that differ where nothing else does left out of the comparison."""
+    """Return ``other`` with the names of ``first`` for entries that differ only in the name: names are not compared."""
     names = [
         expected[0] if expected[1] == found[1] else found[0] for expected, found in zip(first, other, strict=False)
     ]

@@ -1,8 +1,8 @@
 """Copying and pickling of wrapped models: ``copy.deepcopy``, ``pickle``, ``torch.save``.
 
-A copy is what its original is between two steps, before the runtime initialised it: the shard, the original parameters
-as pieces of that, no gradients (an unsharded module's copies have none either), nothing of a step in progress. Only the
-shard is copied, and nothing is communicated. A pickle holds one rank's shards; it is loaded by that rank.
+A copy has the state of a model between two steps, before the runtime initialised it: the shard, the original parameters
+as pieces of it, no gradients (copies of an unsharded module have none either), and no state of a step in progress. Only
+the shard is copied, and nothing is communicated. A pickle holds one rank's shards, and the same rank must load it.
 """
 
 import copy
@@ -33,8 +33,8 @@ from ..common.torch_private import (
 from .flatten import unit_of
 from .views import Views
 
-# What lazy initialization and the steps after it put on a wrapper, a handle and a flat parameter: copies make it anew.
-# They keep all else, which tests/support/copies.py lists, and what users have put there.
+# Attributes that lazy initialization and later steps set on a wrapper, a handle and a flat parameter: a copy does not
+# take them. It takes all others (tests/support/copies.py lists them), also those that users have set.
 _STEP_OF_WRAPPER = (
     *("_all_fsdp_states", "_all_handles", "_needs_buffer_dtype_restore_check", "_post_backward_callback_queued"),
     *("_default_stream", "_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream"),
@@ -50,24 +50,22 @@ _STEP_OF_HANDLE = (
 _STEP_OF_FLAT_PARAM = (
     *("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_padded_unsharded_size", "_mp_shard"),
     *("_cpu_grad", "_saved_grad_shard", "_post_backward_hook_state", "_post_backward_hook_handle"),
-    *("_modules", "_tensors", "_is_grad_none_mask"),  # made anew
+    *("_modules", "_tensors", "_is_grad_none_mask"),  # restore_handle() makes new ones
 )
 _ATTRIBUTES = "attributes of flat_param"  # the key in a handle's state
 
-_owners: "weakref.WeakValueDictionary[int, Any]" = (
-    weakref.WeakValueDictionary()
-)  # handles by their flat parameters' ids
+_owners: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # id of a flat parameter -> handle
 _reduce_parameter: Any = nn.Parameter.__reduce_ex__
 
 
 def note_owner(handle: Any) -> None:
-    """Let ``handle.flat_param`` be pickled as a part of this handle from now on."""
+    """Register ``handle`` as the owner of ``handle.flat_param``: pickles of the flat parameter then ask it."""
     _owners[id(handle.flat_param)] = handle
     optimizers.note_change()
 
 
 def _handles_of(params: Iterable[Tensor]) -> list[Any]:
-    """Those of models that have begun to train."""
+    """Return the handles of ``params`` whose models the runtime has initialised."""
     ids = set(map(id, params))
     found = []
     for handle in [owner for owner in list(_owners.values()) if owner._handle_index is not None]:
@@ -82,7 +80,7 @@ optimizers.find_handles(_handles_of)
 
 
 def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy(handle)``: with its modules, as far as ``memo`` does not have their copies yet."""
+    """Implement ``copy.deepcopy(handle)``. It copies the handle's modules too, unless ``memo`` has them."""
     check_idle(handle)
     _copy_tensors(handle, memo)
     memo[id(handle)] = result = _new(type(handle))
@@ -91,18 +89,18 @@ def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
 
 
 def reduce_handle(handle: Any, protocol: Any) -> tuple[Any, ...]:
-    """What ``pickle`` writes of a handle."""
+    """Implement ``pickle`` for a handle."""
     return _new, (type(handle),), _pickled(_state_of_handle(handle), [handle])
 
 
 def restore_handle(handle: Any, state: dict[str, Any]) -> None:
-    """Give a new ``handle`` its ``state``, with modules complete, and let those have its original parameters."""
+    """Set the ``state`` of a new ``handle``, and put the original parameters into its modules, which are complete."""
     leave_out_of_graphs()
     flat_param = state["flat_param"]
-    handle._padded_to = state["_aligned_numel"]  # what a pickle of 0.1.0 means
+    handle._padded_to = state["_aligned_numel"]  # a pickle of 0.1.0 has no `_padded_to`
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
     note_owner(handle)
-    vars(flat_param).clear()  # of what an optimizer's pickle may have brought
+    vars(flat_param).clear()  # an optimizer's pickle may have set attributes
     for name, value in state[_ATTRIBUTES].items():
         setattr(flat_param, name, value)
     flat_param._modules = {info.module for info in handle._all_infos}
@@ -114,7 +112,7 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
 
 
 def check_idle(handle: Any) -> None:
-    """Raises: RuntimeError in forward, in backward and in summon_full_params()."""
+    """Raises: RuntimeError if ``handle`` is in a forward, a backward or summon_full_params()."""
     state = handle._training_state
     if state == HandleTrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(
@@ -147,16 +145,16 @@ def _is_ever_sharded(handle: Any) -> bool:
 
 
 def _changed_params(handle: Any) -> Iterator[tuple[int, nn.Parameter]]:
-    """The original parameters that the user replaced, or gave other data, since the last step, with their indices.
+    """Yield ``(index, parameter)`` for original parameters that the user has replaced, or whose data he has replaced.
 
-    The next forward would write them back.
+    The next forward would write them back into the shard.
     """
     if not handle._use_orig_params or handle._skip_writeback_check or handle._skipped_use_sharded_views:
         return
     flat_param = handle.flat_param
     if not _is_ever_sharded(handle):
         return
-    handle._changed(flat_param)  # what lies elsewhere in the flat parameter has data of its own then
+    handle._changed(flat_param)  # gives parameters that lie elsewhere in the storage a copy
     for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
         current = getattr(info.module, info.param_name, None)
         replaced = current is not flat_param._params[i]
@@ -174,7 +172,7 @@ def _current_params(handle: Any) -> list[nn.Parameter]:
 @torch.no_grad()
 @torch.inference_mode(False)
 def _current_shard(handle: Any, copied: bool) -> Tensor:
-    """The shard with what the user changed since the last step. A copy if asked for, or if anything was changed."""
+    """Return the shard with the user's replaced parameters. A copy, if ``copied`` or if a parameter was replaced."""
     flat_param = handle.flat_param
     unsharded = handle.uses_sharded_strategy and not handle.is_sharded(flat_param)
     shard: Tensor = flat_param._local_shard if unsharded and hasattr(flat_param, "_local_shard") else flat_param.data
@@ -191,7 +189,7 @@ def _current_shard(handle: Any, copied: bool) -> Tensor:
 
 
 def _stand_ins(handle: Any) -> Iterator[Tensor]:
-    """The tensors that stand in the original parameters' places without being them."""
+    """Yield the views that the modules have in the places of original parameters."""
     for info in handle._all_infos:
         for values in (vars(info.module), info.module._parameters):
             value = values.get(info.param_name)
@@ -208,9 +206,9 @@ def _orig_params(handle: Any) -> list[nn.Parameter]:
 
 
 def _copy_tensors(handle: Any, memo: dict[int, Any]) -> None:
-    """Put into ``memo`` the copies of the unit's tensors, so that none is copied with its module."""
+    """Put copies of the unit's tensors into ``memo``, so that deepcopy of a module does not copy them as they are."""
     flat_param = handle.flat_param
-    copied = memo.get(id(flat_param))  # an optimizer that was copied first has a copy already
+    copied = memo.get(id(flat_param))  # the copy of an optimizer that was copied first
     if copied is None:
         memo[id(flat_param)] = new_flat_parameter(_current_shard(handle, copied=True), flat_param.requires_grad)
     elif not isinstance(copied, FlatParameter):
@@ -225,7 +223,7 @@ def _copy_tensors(handle: Any, memo: dict[int, Any]) -> None:
 
 @torch.inference_mode(False)
 def _show_parameters(handle: Any) -> None:
-    """Let the modules have the original parameters, or freed views in their place, as they are between steps."""
+    """Put the original parameters, or freed views, into the modules, as between steps."""
     flat_param = handle.flat_param
     if not _is_ever_sharded(handle):
         handle._take_over_attributes()
@@ -248,7 +246,7 @@ def _handles_in(module: nn.Module) -> list[Any]:
 
 
 def _is_ours(wrapper: Any) -> bool:
-    """Whether its handle is flatparam's; for a wrapper that has no parameters of its own: none in it is another's."""
+    """Whether the handle of ``wrapper`` is flatparam's; without a handle, whether all handles inside are."""
     if wrapper._handle is not None:
         return isinstance(wrapper._handle, Views)
     units = TorchsFSDP.fsdp_modules(wrapper)
@@ -269,8 +267,8 @@ def _state_of_wrapper(wrapper: Any) -> dict[str, Any]:
     return {name: value for name, value in wrapper.__getstate__().items() if name not in _STEP_OF_WRAPPER} | {
         "_exec_order_data": _ExecOrderData(wrapper._debug_level, *limits),
         "_free_event_queue": _FreeEventQueue(),
-        "_is_root": None,  # not initialised
-        "_sync_gradients": True,  # no_sync() ends for the original only
+        "_is_root": None,  # to be initialised
+        "_sync_gradients": True,  # the copy is in no no_sync() block
         "_unshard_event": None,
         "_zero_scalar": None,
     }
@@ -297,7 +295,7 @@ def _reduce_wrapper(self: Any, protocol: Any) -> Any:
 
 
 def _copy_wrapper(self: Any) -> Any:
-    """``copy.copy(wrapper)``: it shares everything, as a shallow copy of a module does."""
+    """Implement ``copy.copy(wrapper)``: the copy shares all values, as a shallow copy of a module does."""
     result = _new(type(self))
     result.__setstate__(self.__getstate__())
     return result
@@ -305,7 +303,7 @@ def _copy_wrapper(self: Any) -> Any:
 
 @functools.wraps(_reduce_parameter)
 def reduce_also_flat(self: Any, protocol: Any) -> Any:
-    """A flat parameter by itself, as in an optimizer, has torch's form, without what is made anew in a step."""
+    """Pickle a flat parameter alone, as in an optimizer: in torch's form, without attributes of a step."""
     handle = _owners.get(id(self))
     if handle is None or handle.flat_param is not self:
         return _reduce_parameter(self, protocol)
@@ -317,7 +315,7 @@ def reduce_also_flat(self: Any, protocol: Any) -> Any:
     return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
 
 
-# Of torch's wrapper, while flatparam is installed: others than with our handles are treated as before
+# Methods of torch's wrapper while flatparam is installed. Wrappers without our handles behave as before
 WRAPPER_METHODS = {"__copy__": _copy_wrapper, "__deepcopy__": _deepcopy_wrapper, "__reduce_ex__": _reduce_wrapper}
 
 
@@ -325,11 +323,11 @@ _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call 
 
 
 def _copied(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """A deep copy of ``state``; what communicates is shared."""
+    """Return a deep copy of ``state``. Process groups and device meshes are shared."""
     for value in state.values():
         if isinstance(value, dist.ProcessGroup | DeviceMesh):
             memo[id(value)] = value
-    in_force = pickling.Pickling()  # groups and devices further down are copied as they are pickled
+    in_force = pickling.Pickling()  # nested groups and meshes are copied in their pickled form
     try:
         return {name: copy.deepcopy(value, memo) for name, value in state.items()}
     finally:
@@ -337,7 +335,7 @@ def _copied(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def _pickled(state: dict[str, Any], handles: Iterable[Any]) -> PickledState:
-    """``state``; as long as it is referred to, the tensors of ``handles`` have their pickled form."""
+    """Return ``state`` for a pickle. While it lives, the tensors of ``handles`` are pickled in their own form."""
     forms: list[tuple[Tensor, Any]] = []
     modules: list[nn.Module] = []
     for handle in handles:

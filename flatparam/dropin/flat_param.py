@@ -1,7 +1,7 @@
 """Every name of ``torch.distributed.fsdp._flat_param``, with ``FlatParamHandle`` from here.
 
-Enums, named tuples, ``FlatParameter`` and the small helpers are torch's own objects: what compares, pickles or looks up
-one of them finds the same one, whether flatparam is installed or not. Only the handle is ours.
+Enums, named tuples, ``FlatParameter`` and small functions are torch's own objects: code that compares, pickles or looks
+them up finds the same object, whether flatparam is installed or not. Only the handle is flatparam's.
 """
 
 from ..common.torch_private import torch_flat_param as _torch_flat_param

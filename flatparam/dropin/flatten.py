@@ -1,8 +1,8 @@
-"""Constructing a flat parameter: which tensors go in, in which order and place, and what is recorded of each.
+"""Construct a flat parameter: check the parameters, choose their order and layout, copy them, record their metadata.
 
-Between construction and ``shard()`` the unsharded flat parameter exists, and whoever drives a handle may use it.
-torch's runtime constructs and shards in one function, where nobody can look: there its memory is never written
-("Wrapping streams" in csrc/README.md), so it takes none where that is committed on first touch (the host's, on Linux).
+Between construction and ``shard()`` the unsharded flat parameter exists, and the driver of the handle may use it. But
+torch's runtime constructs and shards in one function, and no user code runs in between. Then the unsharded memory is
+allocated and never written ("Wrapping streams" in csrc/README.md): on Linux's host it takes no memory.
 """
 
 import functools
@@ -38,7 +38,7 @@ construct_and_shard = _init_utils._init_param_handle_from_params
 
 
 class _Here(threading.local):
-    constructs_and_shards = False  # this thread is in that function, and has not constructed a handle yet
+    constructs_and_shards = False  # in construct_and_shard(), before its handle is constructed
 
 
 _here = _Here()
@@ -46,7 +46,7 @@ _here = _Here()
 
 @functools.wraps(construct_and_shard)
 def noting_that(*args: Any, **kwargs: Any) -> Any:
-    """``construct_and_shard``, of which handles know that it constructs them and shards them at once."""
+    """Call ``construct_and_shard``, and note for this thread that the next handle is sharded at once."""
     _here.constructs_and_shards = True
     try:
         return construct_and_shard(*args, **kwargs)
@@ -55,16 +55,16 @@ def noting_that(*args: Any, **kwargs: Any) -> Any:
 
 
 def is_sharded_next(kind: type, own_constructor: Any) -> bool:
-    """Whether the handle of this ``kind`` that this thread constructs now is sharded in the next statement.
+    """Whether the handle that this thread constructs now is sharded before any user code runs.
 
-    Each handle asks once. Whoever puts another constructor in the place of ``own_constructor`` may look in between.
+    Each handle asks once. False if a user has replaced ``own_constructor`` or the class: his code may run in between.
     """
     answer, _here.constructs_and_shards = _here.constructs_and_shards, False
     return answer and kind is _init_utils.FlatParamHandle and getattr(kind, "__init__") is own_constructor  # noqa: B009
 
 
 def _unwritten(numel: int, like: Tensor) -> Tensor:
-    """New memory, which torch.use_deterministic_algorithms is kept from filling."""
+    """Allocate memory without writing it, even under torch.use_deterministic_algorithms."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -75,7 +75,7 @@ def _unwritten(numel: int, like: Tensor) -> Tensor:
 
 
 def _own_parameters(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-    """The names of ``module``'s own parameters, one that has several under each."""
+    """Return ``(name, parameter)`` of ``module`` itself; a parameter with several names comes under each."""
     kind = type(module)
     usual = (kind.named_parameters, kind._named_members) == (nn.Module.named_parameters, nn.Module._named_members)
     if usual and module.__dict__.keys().isdisjoint(("named_parameters", "_named_members")):
@@ -87,9 +87,9 @@ class Flattening(HandleBase):
     """The part of FlatParamHandle that builds ``flat_param`` and its metadata. Run once, at construction."""
 
     _padding_value: float = _FLAT_PARAM_PADDING_VALUE
-    _shards_next = False  # during a construction that shard() follows at once
-    _unflattened: Sequence[Tensor] | None = None  # until then: the originals, in the place of the flat parameter's data
-    _fqn_of: Mapping[int, str] = MappingProxyType({})  # while there is no metadata to name parameters from
+    _shards_next = False  # see is_sharded_next()
+    _unflattened: Sequence[Tensor] | None = None  # until shard(): the originals, if the flat data are not written
+    _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names
 
     def _init_flat_param_and_metadata(
         self, params: list[Tensor | nn.Parameter], module: nn.Module, aligned_numel: int, use_orig_params: bool
@@ -161,9 +161,9 @@ class Flattening(HandleBase):
     def _find(
         self, params: Sequence[Tensor], module: nn.Module
     ) -> tuple[list[Tensor], list[ParamInfo], list[str], list[tuple[ParamInfo, int]]]:
-        """``params`` in the order of the walk of ``module``'s tree, the place and the name of each, and further places.
+        """Return ``(params in the order of module's tree, their places, their FQNs, further places with indices)``.
 
-        Raises: ValueError for one that is not in the tree.
+        Raises: ValueError for a parameter that is not in the tree.
         """
         found: list[Tensor] = []
         infos: list[ParamInfo] = []
@@ -194,7 +194,7 @@ class Flattening(HandleBase):
         return found, infos, fqns, further
 
     def _survey(self, tensors: Sequence[Tensor]) -> tuple[Sequence[int], bool] | None:
-        """``(sizes, whether any requires grad)`` of tensors that can be flattened; None: look at each."""
+        """Check all tensors in C. Return ``(numels, whether any requires grad)``; None: check each in Python."""
         if self._fsdp_extension is not None or self._is_replaced("_validate_tensors_to_flatten"):
             return None
         numels, trained = _C.survey(tensors) or ((), 0)
@@ -204,7 +204,7 @@ class Flattening(HandleBase):
         return numels, trained > 0
 
     def _lay_out(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout | None:
-        """``_layout_of`` with torch's log messages; None for parameters that have no elements."""
+        """Return the layout and log as torch does; None: no parameter has elements."""
         if not any(numels):
             return None
         layout = self._layout_of(numels, aligned_numel)
@@ -228,9 +228,9 @@ class Flattening(HandleBase):
         return f"parameter `{name}` ({what})" if name else f"a tensor ({what})"
 
     def _validate_tensors_to_flatten(self, tensors: list[Tensor | nn.Parameter]) -> tuple[Any, ...]:
-        """Check that ``tensors`` can share one flat tensor: ``(dtype, whether any requires grad, device)``.
+        """Check that ``tensors`` can share one flat tensor. Return ``(dtype, whether any requires grad, device)``.
 
-        Raises: ValueError naming the first that differs.
+        Raises: ValueError naming the first tensor that does not fit.
         """
         if not tensors:
             raise AssertionError("Requires a non-empty `tensors` list, got none")
@@ -290,7 +290,7 @@ class Flattening(HandleBase):
     # Sharding without flattening
 
     def _may_stream(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether nothing looks at the unsharded data before ``shard()``."""
+        """Whether nothing can read the unsharded data before ``shard()``."""
         return (
             self._shards_next
             and self.uses_sharded_strategy
@@ -299,9 +299,9 @@ class Flattening(HandleBase):
         )
 
     def _shard_of(self, originals: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """This rank's shard, and how many elements at its end are padding: what ``_get_shard`` gives.
+        """Return ``(this rank's shard, number of padding elements at its end)``, as ``_get_shard`` does.
 
-        ``originals`` are the tensors of which ``flat_param`` would consist, paddings left out.
+        ``originals``: the tensors in the flat parameter, without paddings.
         """
         layout = self._layout
         begin, end = layout.shard_range(self.rank)
@@ -332,7 +332,7 @@ def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None, value: f
 
 
 def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
-    """The loops in C over the original parameters of ``flat_param``, which lie as ``layout`` says."""
+    """Make the C object that loops over the original parameters of ``flat_param``, laid out as in ``layout``."""
     infos = flat_param._param_infos
     places = zip(infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, layout.offsets, strict=True)
     parameters = [

@@ -1,7 +1,8 @@
-"""Unsharding and resharding: what is gathered, where, and what the flat parameter is meanwhile.
+"""Unshard and reshard the flat parameter: gather, switch its data and the views, free.
 
-In a step they take as few calls as they need, in the usual case: nothing was replaced. Methods with ``_fused`` do what
-those of the same name without it do, or nothing; they return whether they did.
+torch's runtime calls these methods in each forward and backward; ``summon_full_params()`` calls them too. Usually no
+method was replaced, and a step is one call to C. A method named ``..._fused`` is that fast path: it does the work of
+the method without ``_fused`` and returns True, or changes nothing and returns False.
 """
 
 import contextlib
@@ -26,9 +27,7 @@ from .comparing import check_same_on_all_ranks
 from .gradients import Gradients
 from .views import SETATTR_IN_C
 
-fast_path_is_on = (
-    os.environ.get("FLATPARAM_FUSED", "1") != "0"
-)  # off: step by step, so that tests can hold the two together
+fast_path_is_on = os.environ.get("FLATPARAM_FUSED", "1") != "0"  # off: tests compare the fast path with the steps
 
 _NO_SHARD = HandleShardingStrategy.NO_SHARD
 _FORWARD, _BACKWARD_PRE = HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE
@@ -38,17 +37,17 @@ _BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 class Gathering(Gradients):
     """The part of FlatParamHandle that a step and summon_full_params() go through."""
 
-    _is_compared = False  # with those of the other ranks
-    _native: tuple[Any, _C.Gather | None] = (None, None)  # of which group; None: through torch's Python
-    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
+    _is_compared = False  # check_same_on_all_ranks() has run
+    _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
+    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())  # (tensor, its chunks), kept between gathers
 
     # Unsharding
 
     @unseen
     def pre_unshard(self) -> bool:
-        """Bring what is to be gathered into ``flat_param``: written back, on the device, in the dtype of computation.
+        """Prepare ``flat_param`` for the gather: write back users' changes, move to the device, cast.
 
-        Returns whether anything was done.
+        Returns: whether it changed anything. On an exception in SUMMON_FULL_PARAMS the handle goes back to IDLE.
         """
         try:
             state = self._training_state
@@ -65,7 +64,7 @@ class Gathering(Gradients):
                 self._use_low_precision_shard()
                 ran = True
             elif self._offload_params and self.flat_param.device != self.device:
-                TORCH_HANDLE.flat_param_to(self, self.device, non_blocking=True)  # the local shard stays on the host
+                TORCH_HANDLE.flat_param_to(self, self.device, non_blocking=True)  # `_local_shard` stays on the host
                 ran = True
             self._check_on_compute_device(self.flat_param)
             return ran
@@ -75,7 +74,7 @@ class Gathering(Gradients):
 
     @step_of(RESHARD)
     def _use_low_precision_shard(self) -> None:
-        """Cast the shard into ``_mp_shard`` on the compute device, and let ``flat_param`` be that."""
+        """Cast the shard into ``_mp_shard`` on the compute device; ``flat_param.data`` becomes ``_mp_shard``."""
         self._check_low_precision_shard()
         flat_param = self.flat_param
         allocate(flat_param._mp_shard, flat_param._local_shard.size())
@@ -84,16 +83,17 @@ class Gathering(Gradients):
 
     @unseen
     def unshard(self) -> None:
-        """All-gather the flat parameter if it is not unsharded yet, and switch to the unsharded one.
+        """All-gather the flat parameter, unless it is unsharded already, and switch data and views to it.
 
-        In ``SUMMON_FULL_PARAMS`` (and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1) always in full precision.
+        A collective call. In SUMMON_FULL_PARAMS, and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1, in full precision. On
+        an exception in SUMMON_FULL_PARAMS the handle goes back to IDLE.
         """
         if self._unshard_fused():
             return
         try:
             if self.needs_unshard():
                 if self._freed_reason is None:
-                    free(self._get_padded_unsharded_flat_param())  # take an earlier reason back
+                    free(self._get_padded_unsharded_flat_param())  # remove the error of an earlier free
                 unsharded = self._alloc_padded_unsharded_flat_param()
                 unsharded = self._all_gather_flat_param(unsharded)
             elif self.uses_sharded_strategy:
@@ -109,7 +109,7 @@ class Gathering(Gradients):
 
     @step_of(UNSHARD)
     def needs_unshard(self) -> bool:
-        """Whether the unsharded flat parameter has no memory now."""
+        """Whether the strategy is sharded and the unsharded flat parameter has no memory."""
         if not self.uses_sharded_strategy:
             return False
         unsharded = self._get_padded_unsharded_flat_param()
@@ -128,9 +128,9 @@ class Gathering(Gradients):
 
     @step_of(UNSHARD, RESHARD)
     def _get_padded_unsharded_flat_param(self) -> Tensor:
-        """The tensor to gather into: ``_full_param_padded``, or the full-precision one where that is forced.
+        """Return the tensor to gather into: ``_full_param_padded``, or the full-precision one if that is forced.
 
-        Forcing full precision frees the low-precision one: it may be modified meanwhile, and must be gathered again.
+        Forcing full precision frees the low-precision tensor: the user may write parameters, and it would be outdated.
         """
         self._check_sharded_strategy()
         flat_param = self.flat_param
@@ -144,7 +144,7 @@ class Gathering(Gradients):
         return unsharded
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
-        """All-gather ``flat_param.data`` of every rank into ``padded_unsharded_flat_param``, which is returned."""
+        """All-gather ``flat_param.data`` into ``padded_unsharded_flat_param``, and return that. A collective call."""
         if not (hasattr(self, "process_group") and hasattr(self, "world_size")):
             raise self._wrong("Expects a process group and world size, which this handle has no more")
         shard = self.flat_param.data
@@ -173,15 +173,15 @@ class Gathering(Gradients):
         return padded_unsharded_flat_param
 
     def _gather_in_c(self, padded: Tensor, shard: Tensor, group: Any) -> bool:
-        """The same without torch's Python. False, and nothing is done, where that has a part in it, or a user has."""
+        """All-gather without torch's Python. Returns: False, and nothing is done, if torch's function is needed."""
         if self._native[0] is not group:
             self._native = group, native_gather(group, shard.device) if is_sliced(group, shard.device) else None
         native = self._native[1]
         if native is None or not fast_path_is_on or is_replaced(dist.all_gather) or not _C.is_plain(padded, shard):
             return False
         if shard.dtype != padded.dtype:
-            return False  # torch has an error for it
-        self._native = (None, None)  # a gather whose wait is broken off goes on, and is not begun again
+            return False  # torch's function raises an error for it
+        self._native = (None, None)  # if the wait is interrupted, the gather goes on: do not reuse it
         native.begin(padded, shard)
         while not native.wait():
             pass
@@ -189,15 +189,15 @@ class Gathering(Gradients):
         return True
 
     def _chunks_of(self, padded: Tensor) -> list[Tensor]:
-        """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
+        """Return one chunk of ``padded`` for each rank. The chunks of the last tensor are kept."""
         kept, chunks = self._chunks
         if kept is not padded or not self._are_chunks(chunks, padded):
-            chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
+            chunks = padded.detach().chunk(self.world_size)  # detached: a view would refer to its owner, a cycle
             self._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
         return list(chunks)
 
     def _are_chunks(self, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
-        """Whether ``padded`` still is what these are chunks of: a user may have set its data."""
+        """Whether ``chunks`` still are the chunks of ``padded``: a user may have set its data."""
         first = chunks[0]
         return (
             len(chunks) == self.world_size
@@ -209,7 +209,7 @@ class Gathering(Gradients):
 
     @step_of(UNSHARD)
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
-        """Let ``flat_param`` be the unpadded part of the unsharded one, and the original parameters views of it."""
+        """Set ``flat_param.data`` to the unpadded part of the tensor, and the original parameters to views of it."""
         flat_param = self.flat_param
         flat_param.data = padded_unsharded_flat_param[: flat_param._unpadded_unsharded_size.numel()]
         in_forward = self._training_state == HandleTrainingState.FORWARD
@@ -221,16 +221,16 @@ class Gathering(Gradients):
         elif in_forward:
             self._use_unsharded_views(as_params=False)
 
-    post_unshard = TORCH_HANDLE.post_unshard  # frees the low-precision shard, which has been gathered
+    post_unshard = TORCH_HANDLE.post_unshard  # frees the low-precision shard after the gather
 
     def _free_low_precision_sharded_param(self) -> None:
         self._check_low_precision_shard()
         self._free_after_use(self.flat_param._mp_shard)
 
     def to_cpu(self) -> contextlib.AbstractContextManager[None]:
-        """In the context the unsharded flat parameter lies on the CPU; its memory on the device is freed meanwhile.
+        """Return a context in which the unsharded flat parameter lies on the CPU, and its device memory is freed.
 
-        Where it lies there already it stays as it is (torch before 2.15 reads freed memory then: pytorch#188989).
+        If it is on the CPU already, nothing changes (torch before 2.15 then reads freed memory: pytorch#188989).
         Source: torch 2.15 ``FlatParamHandle.to_cpu``.
         """
         self._check_sharded_strategy()
@@ -248,7 +248,7 @@ class Gathering(Gradients):
 
     def _restore_unsharded_flat_param_from_cpu(self) -> None:
         self._check_unsharded(self.flat_param)
-        needs_memory = self.needs_unshard()  # not where a signal has kept this from its end, and it is called again
+        needs_memory = self.needs_unshard()  # False if a signal interrupted an earlier call
         padded = self._alloc_padded_unsharded_flat_param if needs_memory else self._get_padded_unsharded_flat_param
         unsharded = padded()
         unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
@@ -258,11 +258,12 @@ class Gathering(Gradients):
 
     @unseen
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Switch to the sharded flat parameter; then free the unsharded one if asked.
+        """Switch data and views to the sharded flat parameter; then free the unsharded one, if asked.
 
-        In that order: at no time do the original parameters point to freed memory.
+        In this order the original parameters never point to freed memory. On an exception in SUMMON_FULL_PARAMS the
+        handle goes back to IDLE.
         """
-        if self._training_state is HandleTrainingState.IDLE:  # by hand, as warnings say
+        if self._training_state is HandleTrainingState.IDLE:  # a user calls it, as a warning advises
             self._keep_moved_shard()
         if not self._reshard_fused(free_unsharded_flat_param):
             try:
@@ -275,7 +276,7 @@ class Gathering(Gradients):
         if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
             self._note_left_gathered()
 
-    post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision copy that was computed with
+    post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision parameter
 
     @step_of(RESHARD)
     def _free_unsharded_flat_param(self) -> None:
@@ -286,15 +287,15 @@ class Gathering(Gradients):
         self._free_after_use(unsharded)
 
     def _free_after_use(self, tensor: Tensor) -> None:
-        """Free the memory of ``tensor``, if it has any, once the current stream has come so far."""
+        """Free the memory of ``tensor``, if it has any, after the work that the current stream has now."""
         if has_memory(tensor):
             _no_dispatch_record_stream(tensor, self._device_handle.current_stream())
             self._free(tensor)
 
     @step_of(RESHARD)
     def _use_sharded_flat_param(self) -> None:
-        """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it."""
-        if self._offload_params and not self.uses_sharded_strategy:  # nothing else has noted who reads the copy
+        """Set ``flat_param.data`` to the local shard, and original parameters and gradients to pieces of it."""
+        if self._offload_params and not self.uses_sharded_strategy:  # the stream may still read the copy
             _no_dispatch_record_stream(self.flat_param.data, self._device_handle.current_stream())
         if self._offload_params and not self.flat_param._local_shard.is_cpu:
             raise self._wrong(f"Expects the local shard to be on CPU but got {self.flat_param._local_shard.device}")
@@ -305,9 +306,9 @@ class Gathering(Gradients):
             self._note_grads_left_by_backward()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """``flat_param.data = flat_param.to(...)``, and the original parameters with it.
+        """Set ``flat_param.data = flat_param.to(...)``, and point the original parameters to it.
 
-        With NO_SHARD ``_local_shard`` is the same tensor and moves too, so that the old memory is freed.
+        With NO_SHARD ``_local_shard`` is the same tensor, and moves too: else it would keep the old memory.
         """
         flat_param = self.flat_param
         local_shard = getattr(flat_param, "_local_shard", None)
@@ -321,7 +322,7 @@ class Gathering(Gradients):
     # The fast paths of a step
 
     def _is_usual(self, path: str) -> bool:
-        """Whether the unit is sharded, stays on its device and in its precision, and is as flatparam defines it."""
+        """Whether the fast path ``path`` is right: sharded, no offload, no forced precision, and no replaced method."""
         return (
             bool(fast_path_is_on)
             and self._unit is not None
@@ -343,7 +344,7 @@ class Gathering(Gradients):
         padded = flat_param._full_param_padded
         if not is_allocated(padded):
             if has_memory(padded):
-                return False  # is an error
+                return False  # the steps raise an error
             allocate(padded, flat_param._padded_unsharded_size)
             padded = self._all_gather_flat_param(padded)
         if not (orig or in_forward):
@@ -374,7 +375,7 @@ class Gathering(Gradients):
         flat_param = self.flat_param
         padded = flat_param._full_param_padded
         if not padded.is_cpu or self.device.type != "cpu":
-            return False  # needs streams, or is an error
+            return False  # the steps use streams, or raise an error
         if self._use_orig_params:
             if not self._use_pieces(in_forward):
                 return False
@@ -391,7 +392,7 @@ class Gathering(Gradients):
         return True
 
     def _use_pieces(self, in_forward: bool) -> bool:
-        """Let the flat parameter be its shard and the original parameters and gradients pieces of it."""
+        """Do the work of ``_use_sharded_flat_param`` in C. Returns: False, and nothing is changed, if C cannot."""
         flat_param = self.flat_param
         shard = flat_param._local_shard
         if shard.size() != flat_param._sharded_size or not self._point_at(shard):

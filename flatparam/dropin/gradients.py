@@ -1,4 +1,14 @@
-"""The flat gradient from backward to the optimizer, and its views as the gradients of the original parameters."""
+"""The flat gradient from backward to the optimizer, and its views in ``.grad`` of the original parameters.
+
+torch's runtime reduces it; this prepares ``flat_param.grad`` before a backward and shows the result after it.
+
+| attribute | content |
+|---|---|
+| ``flat_param.grad`` | unsharded in backward and after ``no_sync()``, else the sharded gradient |
+| ``_saved_grad_shard`` | the sharded gradient while ``grad`` is unsharded |
+| ``_cpu_grad`` | when offloading: the sharded gradient of the last backward |
+| ``_offloaded_grad`` | when offloading: the gradient of earlier backwards, to be added |
+"""
 
 import contextlib
 import warnings
@@ -16,13 +26,13 @@ from .writeback import Writeback
 
 
 class Gradients(Writeback):
-    """The part of FlatParamHandle that keeps ``flat_param.grad`` and what belongs to it."""
+    """The part of FlatParamHandle that owns ``flat_param.grad`` and the attributes beside it."""
 
     # Unsharding, outside of a step
 
     @torch.no_grad()
     def unshard_grad(self) -> None:
-        """All-gather the sharded gradient into ``flat_param.grad``; it stays None if it is None on all ranks.
+        """All-gather the sharded gradient into ``flat_param.grad``. It stays None if it is None on all ranks.
 
         Communicates: an all-reduce of one int32 and an all-gather. ``_saved_grad_shard`` keeps the shard for
         ``reshard_grad()``.
@@ -78,10 +88,10 @@ class Gradients(Writeback):
     # In a step
 
     def prepare_gradient_for_backward(self) -> None:
-        """Put the sharded gradient of earlier backwards aside, so that this one computes an unsharded gradient.
+        """Move the sharded gradient of earlier backwards out of ``flat_param.grad``. This backward makes a new one.
 
-        It goes to ``_saved_grad_shard`` (``_cpu_grad`` has it already when offloading). An unsharded gradient that
-        ``no_sync()`` left is kept in ``flat_param.grad``, to accumulate.
+        It goes to ``_saved_grad_shard``; when offloading ``_cpu_grad`` has it already. An unsharded gradient of
+        ``no_sync()`` stays in ``flat_param.grad``, and autograd adds to it.
         """
         if self._training_state not in (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.IDLE):
             raise self._wrong(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
@@ -94,27 +104,27 @@ class Gradients(Writeback):
         if grad is None:
             self._offloaded_grad = None
             return
-        if _C.lacks_memory(grad):  # autograd would add to it
+        if _C.lacks_memory(grad):  # autograd would write to freed memory
             refuse_freed(grad, self._about("the gradient"))
         if grad.size() == flat_param._unpadded_unsharded_size and grad.device == flat_param.device:
             return
         self._check_on_compute_device(flat_param)
         if grad.device != self.device and not self._offload_params:
             raise self._wrong(f"expects the sharded gradient to be on {self.device} but got {grad.device}")
-        if grad.size() == flat_param._local_shard.size():  # the last backward reduced its gradient
+        if grad.size() == flat_param._local_shard.size():  # a reduced gradient
             if grad.device == self.device and not self._offload_params:
                 flat_param._saved_grad_shard = shard = grad.data
             elif getattr(flat_param, "_cpu_grad", None) is not None:
                 shard = flat_param._cpu_grad
-                if not same_storage(grad, shard):  # the user has set it, or pieces of it
+                if not same_storage(grad, shard):  # the user has set `.grad`, or pieces of it
                     shard.copy_(grad)
             else:
                 raise self._wrong("`_cpu_grad` should be defined if the gradient is on CPU")
             full_precision = flat_param._local_shard.dtype
             if self._keep_low_precision_grads and shard.dtype != full_precision:
-                shard.data = shard.to(full_precision)  # accumulation is in full precision
+                shard.data = shard.to(full_precision)  # gradients are accumulated in full precision
             if self._offload_params:
-                self._offloaded_grad = (shard.clone(), shard._version)  # this backward overwrites it
+                self._offloaded_grad = (shard.clone(), shard._version)  # this backward overwrites `_cpu_grad`
             self._put_aside = True
         elif grad.size() != flat_param._padded_unsharded_size:
             raise self._wrong(
@@ -136,7 +146,7 @@ class Gradients(Writeback):
                 flat_param.grad = flat_param._cpu_grad
                 self._cast_grad_for_optim()
             else:
-                self._give_back_unused_grad()  # `_cpu_grad` may be of before zero_grad()
+                self._give_back_unused_grad()  # `_cpu_grad` may be older than zero_grad()
         elif hasattr(flat_param, "_saved_grad_shard"):
             self._check_sharded(flat_param)
             self._check_on_compute_device(flat_param)
@@ -150,18 +160,18 @@ class Gradients(Writeback):
                 self._cast_grad_for_optim()
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
             raise self._wrong("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
-        vars(flat_param).pop("_saved_grad_shard", None)  # its existence means: there is something to accumulate onto
-        self._check_memory_of_shard(flat_param._local_shard)  # which the optimizer writes to
+        vars(flat_param).pop("_saved_grad_shard", None)  # if it existed, the next backward would add to it
+        self._check_memory_of_shard(flat_param._local_shard)  # the optimizer writes to it
 
     def _add_offloaded_grad(self) -> None:
-        """Add the gradient of earlier backwards to that of this one, which has taken its place in ``_cpu_grad``."""
+        """Add the gradient of earlier backwards to this backward's, which has overwritten it in ``_cpu_grad``."""
         if self._offloaded_grad is not None:
             (earlier, version), self._offloaded_grad = self._offloaded_grad, None
             if self.flat_param._cpu_grad is not None and self.flat_param._cpu_grad._version != version:
                 self.flat_param._cpu_grad += earlier
 
     def _cast_grad_for_optim(self) -> None:
-        """With ``keep_low_precision_grads``, give the gradient the parameters' low precision."""
+        """With ``keep_low_precision_grads``, cast the gradient to the parameters' low precision."""
         flat_param = self.flat_param
         if self._force_full_precision or not self._keep_low_precision_grads:
             return
@@ -174,10 +184,10 @@ class Gradients(Writeback):
 
     @property
     def sharded_grad(self) -> Tensor | None:
-        """The sharded gradient, wherever it is: ``_cpu_grad``, else ``_saved_grad_shard``, else ``grad``.
+        """The sharded gradient: ``_cpu_grad``, else ``_saved_grad_shard``, else ``grad``.
 
-        Between backwards it is ``grad`` when offloading too: after ``zero_grad()`` the last step's gradient, which
-        ``_cpu_grad`` still holds, must not come back (torch brings it back).
+        When offloading, it is ``grad`` between backwards: after ``zero_grad()`` ``_cpu_grad`` still holds the last
+        step's gradient, which must not come back (with torch's handle it does).
         """
         flat_param = self.flat_param
         idle = self._training_state in (HandleTrainingState.FORWARD, HandleTrainingState.IDLE)
@@ -198,7 +208,7 @@ class Gradients(Writeback):
 
     @step_of(RESHARD)
     def _use_unsharded_grad_views(self) -> None:
-        """Make each original parameter's gradient its view of the unsharded ``flat_param.grad``, or None."""
+        """Set each original parameter's ``.grad`` to its view of the unsharded ``flat_param.grad``, or to None."""
         flat_param = self.flat_param
         grad = flat_param.grad
         if grad is None:
@@ -207,12 +217,12 @@ class Gradients(Writeback):
         self._set_unsharded_grads(grad)
         self._note_grads_left_by_backward()
         if not self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
-            self._note_grads_came()  # in no_sync(); torch waits for a reduced one, and drops what came until then
+            self._note_grads_came()  # in no_sync(); torch notes only reduced gradients, and drops these
 
     def _set_unsharded_grads(self, grad: Tensor) -> None:
         if self._loops_in_c(grad) and not grad.requires_grad:
             self._check_unsharded(grad)
-            with contextlib.suppress(AttributeError, TypeError):  # one is missing, or not plain
+            with contextlib.suppress(AttributeError, TypeError):  # a parameter is missing, or not plain
                 self._unit.set_grads(grad)
                 for info in self.flat_param._shared_param_infos:
                     primary = getattr(info.prim_module, info.prim_param_name)
@@ -222,14 +232,14 @@ class Gradients(Writeback):
 
     @step_of(RESHARD)
     def _use_sharded_grad_views(self) -> None:
-        """Make each original parameter's gradient its 1-D piece of the sharded gradient.
+        """Set each original parameter's ``.grad`` to its 1-D piece of the sharded gradient.
 
-        None where the parameter has no piece here, is frozen, or got none (``_is_grad_none_mask``).
+        None if the parameter has no piece here, is frozen, or got no gradient (``_is_grad_none_mask``).
         """
         flat_param = self.flat_param
         self._check_sharded(flat_param)
         if self._training_state is HandleTrainingState.IDLE and self._grad_is_unsharded():
-            self._use_unsharded_grad_views()  # left by no_sync(): the runtime asks in module.to()
+            self._use_unsharded_grad_views()  # a gradient of no_sync(); the runtime calls this in module.to()
             return
         self._set_sharded_grads(self.sharded_grad)
 
@@ -262,12 +272,12 @@ class Gradients(Writeback):
                 param.grad = None
                 continue
             view = grad[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard]
-            if param.dim() != 1 and param.shape == shape:  # NO_SHARD: in storage order, as the parameter is
+            if param.dim() != 1 and param.shape == shape:  # NO_SHARD: the piece is in storage order
                 view = view.as_strided(shape, stride)
             _set_grad(param, view, by_data=self._keep_low_precision_grads)
 
     def _show_grads_after_forward(self) -> None:
-        """Show the gradients of earlier backwards: unsharded ones of ``no_sync()``, else pieces of the sharded one."""
+        """Let ``.grad`` show the gradient of earlier backwards: views if it is unsharded, else pieces of the shard."""
         flat_param = self.flat_param
         grad = flat_param.grad
         if grad is not None and self.uses_sharded_strategy and grad.shape == flat_param._unpadded_unsharded_size:
@@ -284,9 +294,10 @@ class Gradients(Writeback):
     # Bookkeeping
 
     def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Drop ``flat_param.grad`` if no original parameter has a gradient; require one if any original one does.
+        """Follow ``zero_grad()`` and freezing of original parameters.
 
-        For ``zero_grad()`` and freezing.
+        Drop ``flat_param.grad`` if no original parameter has a gradient; ``flat_param`` requires a gradient if any of
+        them does.
         """
         if not self._use_orig_params:
             return
@@ -300,13 +311,13 @@ class Gradients(Writeback):
         if all_none:
             flat_param.grad = None
             self._offloaded_grad = None
-            if hasattr(flat_param, "_saved_grad_shard"):  # left by no_sync(), or an interrupted backward
+            if hasattr(flat_param, "_saved_grad_shard"):  # of no_sync(), or of an interrupted backward
                 del flat_param._saved_grad_shard
         if flat_param.requires_grad != requires_grad:
             flat_param.requires_grad = requires_grad
 
     def _reset_is_grad_none(self) -> None:
-        """Note that every original parameter that requires a gradient has got one (zeros, perhaps) in this backward."""
+        """Note that this backward gave a gradient, perhaps zeros, to each original parameter that requires one."""
         if not self._use_orig_params:
             return
         if self._training_state != HandleTrainingState.BACKWARD_POST:
@@ -322,7 +333,7 @@ class Gradients(Writeback):
 
 
 def _set_grad(param: Tensor, grad: Tensor, by_data: bool = False) -> None:
-    """``param.grad = grad``; where torch refuses other shapes, dtypes or devices, through ``.grad.data``."""
+    """Set ``param.grad = grad``; through ``.grad.data``, if torch would refuse the shape, dtype or device."""
     if not by_data and (param.shape, param.dtype, param.device) == (grad.shape, grad.dtype, grad.device):
         param.grad = grad
         return

@@ -1,4 +1,7 @@
-"""FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
+"""FlatParamHandle, which joins all parts: construction, sharding, and the metadata of shards.
+
+torch's FullyShardedDataParallel makes one handle for each unit, and its runtime drives it. `layer_zero` uses it too.
+"""
 
 from collections.abc import Sequence
 
@@ -35,22 +38,22 @@ class FlatParamHandle(Flattening, Gathering):
     """Owns one flat parameter: flattens the original parameters into it, shards it, and keeps their views.
 
     Args:
-        params: the parameters to flatten; at least one, all in ``fully_sharded_module``'s tree, of one floating-point
-            dtype and one device; of one ``requires_grad`` unless ``use_orig_params``.
+        params: the parameters to flatten: at least one, all in ``fully_sharded_module``'s tree, of one floating-point
+            dtype and one device, and of one ``requires_grad`` unless ``use_orig_params``.
         fully_sharded_module: the module whose forward needs them.
-        device: where it computes and communicates.
+        device: the device of computation and communication.
         sharding_strategy: a ``HandleShardingStrategy``.
         offload_params: keep the shard and its gradient on the CPU.
-        mp_param_dtype: dtype of the unsharded parameter in forward and backward; None for its own.
-        mp_reduce_dtype: dtype of the gradient reduction; None for ``mp_param_dtype``, else the parameter's own.
+        mp_param_dtype: dtype of the unsharded parameter in forward and backward; None: the parameters' dtype.
+        mp_reduce_dtype: dtype of the gradient reduction; None: ``mp_param_dtype``, else the parameters' dtype.
         keep_low_precision_grads: leave gradients in the low precision for the optimizer.
         process_group: the ranks that share the parameter.
-        use_orig_params: keep the original ``nn.Parameter`` objects visible; else one flat one is.
+        use_orig_params: modules keep the original ``nn.Parameter`` objects; else users see the flat parameter.
         fsdp_extension: transforms of tensors before flattening and after unflattening (tensor parallelism).
 
     Shapes: ``flat_param`` is 1-D: ``_unpadded_unsharded_size`` when unsharded (alignment padding included),
     ``_sharded_size`` = padded size / world size when sharded.
-    Raises: ValueError for parameters that do not fit together, naming them.
+    Raises: ValueError naming parameters that do not fit together. The modules are unchanged then.
     Source: ``torch.distributed.fsdp._flat_param.FlatParamHandle`` (torch 2.13): same attributes, methods and results.
     """
 
@@ -108,10 +111,10 @@ class FlatParamHandle(Flattening, Gathering):
         del self._shards_next
 
     def __del__(self) -> None:
-        """Let the flat parameter go with the model, at once.
+        """Break the flat parameter's reference cycles, so that its memory is freed with the model.
 
-        What it refers to leads back to it through autograd's nodes, which Python's collector cannot see
-        (pytorch PR 183211): views in the modules and in ``_tensors``, and the node that the post-backward hook is on.
+        It refers to views (in the modules and in ``_tensors``) and to the node of the post-backward hook. These refer
+        back to it through autograd's nodes, which Python's collector cannot see (pytorch PR 183211).
         """
         flat_param = getattr(self, "flat_param", None)
         for name in ("_param_infos", "_shared_param_infos", "_modules", "_tensors", "_post_backward_hook_state"):
@@ -138,9 +141,9 @@ class FlatParamHandle(Flattening, Gathering):
 
     @step_of(STREAM)
     def _take_over_attributes(self) -> None:
-        """Put views in the parameters' places, out of ``_parameters``.
+        """Replace the parameters in the modules with views, outside of ``_parameters``.
 
-        That settles the order in which they come back: what is switched later in C writes the dictionaries in place.
+        This fixes the order in which they come back: later switches in C write the dictionaries in place.
         """
         if self._loops_in_c(self.flat_param) and not self._is_replaced("_use_unsharded_views"):
             self._check_unsharded(self.flat_param)
@@ -158,7 +161,7 @@ class FlatParamHandle(Flattening, Gathering):
     @torch.no_grad()
     @step_of(STREAM)
     def shard(self) -> None:
-        """Keep this rank's shard in ``flat_param`` and free the unsharded storage. NO_SHARD: metadata only."""
+        """Copy this rank's shard into ``flat_param`` and free the unsharded storage. NO_SHARD: record metadata only."""
         flat_param = self.flat_param
         if not self.uses_sharded_strategy:
             self._init_shard_metadata(0, 0, flat_param.numel() - 1)
@@ -182,7 +185,7 @@ class FlatParamHandle(Flattening, Gathering):
             self._use_sharded_views()
 
     def _init_shard_metadata(self, numel_padded: int, unsharded_start_idx: int, unsharded_end_idx: int) -> None:
-        """Record which elements ``[start, end]`` (inclusive) of the unsharded flat parameter this rank has."""
+        """Record that this rank has elements ``[start, end]`` (inclusive) of the unsharded flat parameter."""
         flat_param = self.flat_param
         if not 0 <= unsharded_start_idx <= unsharded_end_idx:
             raise self._wrong(f"an invalid shard [{unsharded_start_idx}, {unsharded_end_idx}]")
@@ -196,7 +199,7 @@ class FlatParamHandle(Flattening, Gathering):
         flat_param._shard_numel_padded = numel_padded
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
-        """The part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded flat one."""
+        """Return the part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded one."""
         if self._padded_to is not None and not self._is_replaced("_get_flat_param_offsets"):
             return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
         try:
@@ -210,7 +213,7 @@ class FlatParamHandle(Flattening, Gathering):
     @staticmethod
     @step_of(STREAM)
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """``rank``'s chunk of ``tensor``, a view, and the elements it lacks to be as long as the first one."""
+        """Return ``(rank's chunk of tensor, a view; the number of elements by which it is shorter than the first)``."""
         shard = getattr(tensor, "_local_shard", None)
         if shard is not None and same_storage(shard, tensor):
             raise RuntimeError(
@@ -224,18 +227,18 @@ class FlatParamHandle(Flattening, Gathering):
     @staticmethod
     @step_of(STREAM)
     def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """``rank``'s chunk of ``tensor``, copied and padded with zeros, and how many elements are padding."""
+        """Return ``(a copy of rank's chunk of tensor, padded with zeros; the number of padding elements)``."""
         chunk, numel_to_pad = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
         shard = chunk.clone()
         return (F.pad(shard, [0, numel_to_pad]) if numel_to_pad > 0 else shard), numel_to_pad
 
     _get_sharded_size = staticmethod(TORCH_HANDLE._get_sharded_size)
 
-    # First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding
+    # First and last element (inclusive) of each original parameter and each padding in the unsharded flat parameter
     _get_flat_param_offsets = TORCH_HANDLE._get_flat_param_offsets
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds of each original parameter; those that it does not hold are left out."""
+        """Describe the elements of each original parameter in this rank's shard; leave out parameters without any."""
         flat_param = self.flat_param
         return FlatParamShardMetadata(
             *_C.held(
@@ -252,12 +255,13 @@ class FlatParamHandle(Flattening, Gathering):
     @torch.inference_mode(False)
     @outside_of_transforms()
     def init_flat_param_attributes(self) -> None:
-        """Make the tensors that unsharding needs, their storages freed. Run once, at the runtime's lazy initialization.
+        """Make the tensors that unsharding needs, without memory. The runtime calls it once, at lazy initialization.
 
-        Made outside of inference mode and torch.func's transforms, whatever the caller's: they outlive a first forward.
+        They are made outside of inference mode and torch.func's transforms, even if the caller is inside: they outlive
+        the first forward.
         """
         flat_param = self.flat_param
-        if flat_param.dtype != self._orig_param_dtype:  # the user changed it since; explicit settings win
+        if flat_param.dtype != self._orig_param_dtype:  # the user converted it; explicit settings win
             if not self._low_prec_param_dtype_specified:
                 self._fwd_bwd_param_dtype = flat_param.dtype
             if not self._low_prec_reduce_dtype_specified and not self._low_prec_param_dtype_specified:
@@ -292,10 +296,10 @@ class FlatParamHandle(Flattening, Gathering):
         return tensor
 
     def _deregister_orig_params(self) -> None:
-        """Take the original parameters off their modules, as ``module.to()`` does for as long as it moves the flat one.
+        """Remove the original parameters from their modules, while ``module.to()`` moves the flat parameter.
 
-        The runtime then shows those of the flat parameter again, and its gradient. What the user has put in place of
-        them (a gradient of None, by ``zero_grad()``) is therefore taken in before; torch brings back what was there.
+        Afterwards the runtime shows the flat parameter's values and gradient again. So users' replacements, and a
+        gradient set to None by ``zero_grad()``, are written back first; torch's handle loses them.
         """
         all_there = all(hasattr(info.module, info.param_name) for info in self._all_infos)
         if hasattr(self.flat_param, "_shard_param_infos") and all_there:

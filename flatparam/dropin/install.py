@@ -1,8 +1,8 @@
-"""Putting flatparam's handle under torch's FullyShardedDataParallel, and taking it away again.
+"""Put flatparam's handle under torch's FullyShardedDataParallel, and remove it again.
 
-A release of torch may keep every name and do something else behind it. So ``install()`` first drives both handles by
-hand on a tiny module, in this process alone, and asks whether flatparam's answers as torch's does. No backward is run:
-after one, torch refuses backwards in processes that are forked.
+A release of torch may keep all names and change their behaviour. So ``install()`` first calls both handles on a tiny
+module, in this process alone, and compares the results. It runs no backward: after a backward torch refuses backwards
+in forked processes. Models that are wrapped already keep their handles.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from . import copying, flat_param, flatten
 from .base import TORCH_HANDLE
 from .handle import FlatParamHandle
 
-# What the handle can deal with: a member or field that torch adds would be met in the middle of training.
+# The members and fields that the handle supports. A new one is refused here, and not in the middle of training.
 KNOWN_NAMES = {
     "HandleShardingStrategy": "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD _HYBRID_SHARD_ZERO2",
     "HandleTrainingState": "IDLE FORWARD BACKWARD_PRE BACKWARD_POST SUMMON_FULL_PARAMS",
@@ -47,7 +47,7 @@ KNOWN_NAMES = {
 
 
 def install() -> None:
-    """``flatparam.install()``. Raises: RuntimeError, with nothing installed."""
+    """Implement ``flatparam.install()``. Raises: RuntimeError; nothing is installed then."""
     if is_installed():
         return
     replaced = replaced_methods(TORCH_HANDLE)
@@ -82,7 +82,7 @@ def uninstall() -> None:
     while _patched:
         owner, name, before, value = _patched.pop()
         if vars(owner).get(name) is not value:
-            continue  # a user's
+            continue  # a user has replaced it since
         if before is _ABSENT:
             delattr(owner, name)
         else:
@@ -96,10 +96,10 @@ def is_installed() -> bool:
 
 
 def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
-    """Return what the module ``theirs`` has and ``ours`` has not, in order.
+    """Return the names that the module ``theirs`` has and ``ours`` lacks, in order.
 
-    Compared are functions and classes that it defines, attributes of its FlatParamHandle and the parameters of its
-    methods, enum members and tuple fields. A method whose own has ``**kwargs`` takes every parameter.
+    It compares the functions and classes that ``theirs`` defines, the attributes of its FlatParamHandle, the parameters
+    of its methods, enum members and tuple fields. A method of ours with ``**kwargs`` accepts all parameters.
     """
     defined = (name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__)
     missing = [name for name in defined if not hasattr(ours, name)]
@@ -109,7 +109,7 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
         missing += [f"{name}.{member}" for member in names if member not in known.split()]
     handle = ours.FlatParamHandle
     for name in dir(theirs.FlatParamHandle):
-        if not hasattr(handle, name) and name != "__slotnames__":  # copyreg notes it on a class that it has copied
+        if not hasattr(handle, name) and name != "__slotnames__":  # copyreg sets it on classes
             missing.append(f"FlatParamHandle.{name}")
         elif not name.startswith("__") or name == "__init__":
             value, own = (_function(inspect.getattr_static(cls, name)) for cls in (theirs.FlatParamHandle, handle))
@@ -118,7 +118,7 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
 
 
 def replaced_methods(handle: type) -> list[str]:
-    """Return the methods of torch's ``handle`` that are not torch's own: found by the files that their code is in."""
+    """Return the methods of torch's ``handle`` whose code is not in torch's folder: a user has replaced them."""
     return [name for name, value in vars(handle).items() if not all(_is_torchs(part) for part in _layers(value))]
 
 
@@ -128,7 +128,7 @@ def _differences() -> list[str]:
 
 
 def _function(value: Any) -> Any:
-    """The function in a property, a static or a class method; else ``value``."""
+    """Return the function inside a property, a static method or a class method; else ``value``."""
     if isinstance(value, property):
         return value.fget
     return getattr(value, "__func__", value)
@@ -144,7 +144,7 @@ def _missing_parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) ->
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """A method and the functions that decorators wrapped in it; nothing for what is no method."""
+    """Yield a method and the functions that its decorators wrap; nothing if ``value`` is no method."""
     value = _function(value)
     while callable(value):
         yield value
@@ -152,15 +152,15 @@ def _layers(value: Any) -> Iterator[Any]:
 
 
 def _is_torchs(function: Any) -> bool:
-    """Whether the code is in torch's folder, or is what ``contextlib.contextmanager`` puts around it."""
+    """Whether the code is in torch's folder, or is the wrapper of ``contextlib.contextmanager``."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return file.startswith(os.path.join(os.path.dirname(torch.__file__), "")) or file == contextlib.__file__
 
 
 def _complete_cpu_streams() -> None:
-    """Give the CPU's streams what torch's runtime calls at the end of an offloaded backward, where torch lacks it.
+    """Add ``synchronize`` to the CPU's streams, if torch lacks it: the runtime calls it after an offloaded backward.
 
-    It stays after ``uninstall()``: models that are wrapped already go on.
+    It stays after ``uninstall()``, as models that are wrapped already go on.
     """
     kind: Any = torch.cpu.Stream
     if not hasattr(kind, "synchronize"):
@@ -168,9 +168,9 @@ def _complete_cpu_streams() -> None:
 
 
 def _bind(handle: type) -> None:
-    """Make every module of torch's that has one of the two handles by name have this one.
+    """Set each attribute of a module of torch.distributed that is one of the two handles to ``handle``.
 
-    Modules that are imported later take it from ``_flat_param``.
+    Modules that are imported later get it from ``_flat_param``.
     """
     for module, attribute in (*names_of(FlatParamHandle), *names_of(TORCH_HANDLE)):
         if module.__name__.startswith("torch.distributed."):
@@ -181,7 +181,7 @@ _LISTS = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels", "_numels_w
 
 
 class _Tiny(nn.Module):
-    """A parameter that the shard cuts, one that is shared, and one of another shape."""
+    """A module with a parameter that is cut between shards, a shared one, and one of another shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def _param(*shape: int) -> nn.Parameter:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def differences(ours: Any, theirs: Any) -> list[str]:
-    """Return what the handle class ``ours`` answers otherwise than ``theirs``, a line each; none: they behave alike."""
+    """Return one line for each setting in which the classes ``ours`` and ``theirs`` behave differently."""
     found = []
     for use_orig_params in (True, False):
         for rank, size in ((0, 1), (0, 2), (1, 2)):
@@ -209,7 +209,7 @@ def differences(ours: Any, theirs: Any) -> list[str]:
                 if answer != expected:
                     where = f"use_orig_params={use_orig_params}, rank {rank} of {size}"
                     found.append(f"{what} ({where}): torch's answers {expected}, flatparam's {answer}")
-                    break  # what follows is of other data
+                    break  # later results follow from this one
     return found
 
 
@@ -224,7 +224,7 @@ def _steps(kind: Any, rank: int, size: int, use_orig_params: bool) -> Iterator[t
     module, cpu = _Tiny(), torch.device("cpu")
     strategy = HandleShardingStrategy.FULL_SHARD if size > 1 else HandleShardingStrategy.NO_SHARD
     params = list(module.parameters())
-    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)  # what a handle that communicates nothing asks
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)  # enough for a handle that does not communicate
     settings = (strategy, False, None, None, False, group, use_orig_params)
     handle = kind(params, module, cpu, *settings)
     flat_param = handle.flat_param
@@ -259,7 +259,7 @@ def _steps(kind: Any, rank: int, size: int, use_orig_params: bool) -> Iterator[t
 
 
 def _shown(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """The parameters that modules have now: by name, their class, and their values where they have memory."""
+    """Return ``(name, class, values, or the shape without memory)`` of each parameter that modules have now."""
     found = []
     for name, inner in module.named_modules():
         for attribute in ("weight", "bias", "tied", "scale"):
@@ -276,35 +276,35 @@ OLD_NAME = "flat_param"
 OLD_PATH = f"torch.distributed.fsdp.{OLD_NAME}"
 
 _ABSENT = object()
-_patched: list[tuple[Any, str, Any, Any]] = []  # what install() has changed: of whom, the name, before, and since
+_patched: list[tuple[Any, str, Any, Any]] = []  # changes of install(): (owner, name, value before, value since)
 
 _OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
 
 _new_metadata: Any = FlatParamShardMetadata.__new__
 _make_metadata: Any = vars(FlatParamShardMetadata)["_make"]
-_UNFLATTEN = "_unflatten_orig_param_states"  # called as each state is gathered; another torch may do without
+_UNFLATTEN = "_unflatten_orig_param_states"  # called for each gathered state; other releases of torch may lack it
 _unflatten: Any = getattr(_optim_utils, _UNFLATTEN, None)
 
 
 def _patch_torch() -> None:
-    """Have other parts of torch do, as long as flatparam is installed, what follows.
+    """Change other parts of torch until ``uninstall()``.
 
-    - ``torch.distributed.fsdp.flat_param``: the module's name up to torch 2.1, in scripts and as the path in pickles.
-    - Its wrapper can be copied and pickled where its handle is flatparam's, and handles know when it constructs them.
-    - A flat parameter can be pickled by itself.
-    - ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters
-      only, so the strides and contiguities that torch 2.6 put between its fields follow from the shapes.
-    - Gathered optimizer states keep their values. For ``use_orig_params=True`` torch gathers a unit's states (Adam's
-      ``exp_avg``, then ``exp_avg_sq``) one after another into one buffer, and returns views of it. Where nothing copies
-      them (on the CPU, or ``offload_to_cpu=False``), every state of a saved optimizer has the values of the last one.
+    - ``torch.distributed.fsdp.flat_param`` exists: the module's name up to torch 2.1, in scripts and pickles.
+    - A wrapper with flatparam's handle can be copied and pickled. A handle knows if the wrapper constructs it.
+    - A flat parameter can be pickled alone.
+    - ``FlatParamShardMetadata`` accepts four fields, as torch up to 2.5 made and pickled it. Parameters were row-major
+      then, so the strides and contiguities of torch 2.6 follow from the shapes.
+    - Gathered optimizer states keep their values. With ``use_orig_params=True`` torch gathers a unit's states (Adam's
+      ``exp_avg``, then ``exp_avg_sq``) one after another into one buffer, and returns views of it. If nothing copies
+      them (on the CPU, or ``offload_to_cpu=False``), all states of a saved optimizer have the values of the last one.
     """
-    if OLD_PATH not in sys.modules:  # else torch has it
+    if OLD_PATH not in sys.modules:  # else this torch has the module
         sys.modules[OLD_PATH] = torch_flat_param
         _patch(sys.modules["torch.distributed.fsdp"], OLD_NAME, torch_flat_param)
     for name, method in copying.WRAPPER_METHODS.items():
         _patch(TorchsFSDP, name, method)
     _patch(nn.Parameter, "__reduce_ex__", copying.reduce_also_flat)
-    if _init_utils._init_param_handle_from_params is flatten.construct_and_shard:  # a user's own may look in between
+    if _init_utils._init_param_handle_from_params is flatten.construct_and_shard:  # no user has replaced it
         _patch(_init_utils, "_init_param_handle_from_params", flatten.noting_that)
     _patch(FlatParamShardMetadata, "__new__", staticmethod(_new_metadata_of_any_version))
     _patch(FlatParamShardMetadata, "_make", classmethod(_make_metadata_of_any_version))
@@ -313,7 +313,7 @@ def _patch_torch() -> None:
 
 
 def _patch(owner: Any, name: str, value: Any) -> None:
-    """Let ``owner``'s own attribute be ``value`` until ``uninstall()``."""
+    """Set the attribute ``name`` of ``owner`` to ``value`` until ``uninstall()``."""
     _patched.append((owner, name, vars(owner).get(name, _ABSENT), value))
     setattr(owner, name, value)
 
@@ -331,13 +331,13 @@ def _make_metadata_of_any_version(cls: type, iterable: Any) -> Any:
 
 
 def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any, ...]:
-    """The fields with strides and contiguities, of parameters that are all row-major."""
+    """Return all six fields, with strides and contiguities of row-major parameters."""
     return names, shapes, tuple(map(row_major, shapes)), (True,) * len(shapes), numels, offsets
 
 
 @functools.wraps(_unflatten)
 def _unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any) -> None:
-    """Copy out of the buffer what torch leaves in it, for units with flatparam's handle."""
+    """Call torch's function; for units with flatparam's handle copy results that are views of the gather's buffer."""
     gathered = {_address(state.get(name)) for state in states.values()} - {None}
     _unflatten(info, states, name, *settings, **named)
     if isinstance(info.handle, FlatParamHandle):
@@ -347,6 +347,6 @@ def _unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *s
 
 
 def _address(value: Any) -> int | None:
-    """Where the memory of a tensor or of a DTensor's local part begins; None for anything else."""
+    """Return the address of a tensor's, or of a DTensor's local, storage; None for other values."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.untyped_storage().data_ptr() if type(local) is Tensor else None

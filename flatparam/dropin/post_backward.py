@@ -1,8 +1,8 @@
-"""The hook with which torch's runtime reduces a unit's gradient: on which forward's node it is, and for how long.
+"""Keep the post-backward hook, with which torch's runtime reduces a unit's gradient, on the right node.
 
 The runtime puts its hook on the node that accumulates the flat gradient, in the first forward after a backward, and
-takes it away when the next backward ends. Another backward, through a graph that was kept or of another forward, would
-find nothing gathered, and not be reduced.
+removes it when the next backward ends. A second backward (through a kept graph, or of another forward) would find no
+hook and no gathered parameters: its gradient would not be reduced. This runs in the thread of forward or autograd.
 """
 
 import functools
@@ -18,22 +18,22 @@ task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 
 
 class PostBackward:
-    """The part of FlatParamHandle that keeps this hook in its place."""
+    """The part of FlatParamHandle that moves and keeps the hook."""
 
-    _accumulators: object = None  # the nodes that accumulate the flat gradient, as `_C.note_accumulator` keeps them
-    _runtimes_hook: Callable[..., Any] | None = None  # as the last forward has left it
-    # In a backward that does not come to the parameters: the node, the hook, and the version of the gradient
+    _accumulators: object = None  # nodes that accumulate the flat gradient: see `_C.note_accumulator`
+    _runtimes_hook: Callable[..., Any] | None = None  # from the last forward
+    # In a backward that does not reach the parameters: (node, hook, version of the gradient)
     _kept_hook: tuple[Any, Callable[..., Any], int | None] | None = None
 
     def _note_accumulator(self: Any) -> None:
-        """Remember the node behind the views that the modules have now: forwards may differ in it.
+        """Remember the node under the current views. Forwards may have different nodes.
 
-        In mixed precision, and with parameters that come from the host, each forward has its own.
+        In mixed precision, and with parameters on the host, each forward has its own node.
         """
         self._accumulators = _C.note_accumulator(self._accumulators, self.flat_param)
 
     def _begin_later_backward(self: Any) -> None:
-        """Have the runtime gather in a backward that is not the first one since a forward, as it does in that.
+        """Make the runtime gather in a second or later backward after a forward, as in the first one.
 
         Raises: RuntimeError if the weights have changed since the last forward.
         """
@@ -45,18 +45,18 @@ class PostBackward:
         self._needs_pre_backward_unshard = True
 
     def _hook_this_backward(self: Any) -> None:
-        """Have the runtime's hook on the first forward that this backward is of: its node runs last.
+        """Move the runtime's hook to the node of the first forward in this backward: that node runs last.
 
-        The runtime leaves it at a forward that no backward followed, and has taken it away if this is not the first
-        backward: no gradient would be reduced. A backward for other gradients than the parameters' keeps the hook for
-        the next one: else gradients that come in that, of the same forward (gradient penalties), would not be reduced,
-        and with ``use_orig_params`` not be shown.
+        Without this no gradient would be reduced: the runtime leaves the hook at a forward without a backward, and has
+        removed it before a second backward. A backward that does not reach the parameters keeps the hook for the next
+        backward of the same forward (gradient penalties): its gradients would not be reduced, nor be shown with
+        ``use_orig_params``.
         """
         self._kept_hook = None
         flat_param = self.flat_param
         state: Any = getattr(flat_param, "_post_backward_hook_state", (None, None))
         if task_of_autograd() == -1 or len(state) != 2 or not flat_param.requires_grad:
-            return  # (of a frozen unit it is on the inputs)
+            return  # a frozen unit has the hook on its inputs
         hooked, hook_handle = state
         nodes = _C.accumulators(self._accumulators)
         if hooked is not None and hooked not in nodes:
@@ -77,9 +77,9 @@ class PostBackward:
             self._kept_hook = (flat_param._post_backward_hook_state[0], late, self._version_of_unsharded_grad())
 
     def _is_reduced_next(self: Any) -> bool:
-        """Whether the runtime reduces the gradient of this backward, as it does outside of no_sync().
+        """Whether the runtime reduces the gradient of this backward: False in no_sync().
 
-        Its hook refers to the wrapper, which knows. True where there is no such hook.
+        The hook refers to the wrapper, which knows. True if there is no such hook.
         """
         state: Any = getattr(self.flat_param, "_post_backward_hook_state", (None, None))
         hook: Any = state[-1]
@@ -96,7 +96,7 @@ class PostBackward:
     def _hook_next_backward(self: Any) -> None:
         (accumulator, hook, version), self._kept_hook = self._kept_hook, None
         if self.flat_param._post_backward_called:
-            return  # in a backward inside of this one, as reentrant checkpointing makes
+            return  # it was reduced in a nested backward (reentrant checkpointing)
         if version != self._version_of_unsharded_grad():
             raise RuntimeError(
                 f"a gradient of {self._names()} came in a reentrant checkpoint that has the weights of another "
@@ -105,19 +105,19 @@ class PostBackward:
         if not hasattr(self.flat_param, "_post_backward_hook_state"):
             self.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
         if self._use_orig_params and not self.uses_sharded_strategy:
-            self._use_sharded_views()  # else the modules would go on without parameters
+            self._use_sharded_views()  # else the modules would have no parameters
 
     def _let_model_go_without_backward(self: Any) -> None:
-        """Make the runtime's post-backward hook refer weakly to the model.
+        """Replace the references of the runtime's hook to the model with weak ones.
 
-        It hangs on the node that accumulates the flat gradient, which forward's views keep, which the flat parameter
-        keeps: a model deleted after a forward that no backward follows would stay for good (pytorch PR 183211).
+        The flat parameter keeps forward's views, these keep the node, and the node keeps the hook: a strong reference
+        would keep a model that is deleted after a forward without a backward, forever (pytorch PR 183211).
         """
         state = getattr(self.flat_param, "_post_backward_hook_state", None)
         hook_handle: Any = state[-1] if isinstance(state, tuple) and state else None
         hooks_of = getattr(hook_handle, "hooks_dict_ref", None)
         if hooks_of is None:
-            return  # of a frozen unit the hooks are on the inputs, which are not kept
+            return  # a frozen unit has its hooks on its inputs, which nothing keeps
         hooks: Any = hooks_of()
         hook = hooks.get(hook_handle.id) if hooks else None
         if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
@@ -126,13 +126,13 @@ class PostBackward:
 
 
 class _LateHook:
-    """The runtime's post-backward hook of a unit, after a backward that has passed by."""
+    """The runtime's hook for a later backward, after a backward that did not reach the parameters."""
 
     def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
         self._handle, self._hook = weakref.ref(handle), hook
 
     def __call__(self, *arguments: Any) -> Any:
-        """Raises: RuntimeError if the unit's output has no part in this backward: the runtime would not reduce."""
+        """Call the hook. Raises: RuntimeError if this backward has no gradient of the unit's output: no reduction."""
         handle = self._handle()
         if handle is None:
             return None
@@ -148,7 +148,7 @@ class _LateHook:
 
 
 def _call_if_alive(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``hook``, of whose arguments the first ones are weak references; nothing once one of them is gone."""
+    """Call ``hook`` with the objects of weak references in ``arguments``; do nothing if one of them is gone."""
     strong = [argument() if isinstance(argument, weakref.ref) else argument for argument in arguments]
     if not any(argument is None and given is not None for argument, given in zip(strong, arguments, strict=True)):
         return hook(*strong)

@@ -1,25 +1,25 @@
-"""Getting rid of what an exception in the middle of a step left behind, when the next step begins.
+"""Recover a handle, at the beginning of the next step, from an exception in the middle of a step.
 
-torch's runtime sets the handle's state before each part of a step and sets it back at the end of the part. An
-exception (in the model's forward, a hook, a collective; KeyboardInterrupt) skips the end, and torch's next forward then
-takes what was left for its own: it computes with weights of earlier steps, or loses gradients. The former also happens
-without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none.
+torch's runtime sets the handle's state before each part of a step, and resets it after the part. An exception (in the
+model's forward, a hook, a collective; KeyboardInterrupt) skips the reset. The next forward of torch's handle then uses
+the leftovers: it computes with weights of earlier steps, or loses gradients. Old weights are also used without an
+exception, if an optimizer steps between a forward and its backward, or after a forward without a backward.
 
-To gather is a collective, so all ranks of the group must decide alike. This is all that the handle decides by, beside
-what torch's runtime calls in the order of control flow:
+A gather is a collective, so all ranks of the group must decide it alike. Beside the calls of torch's runtime, which
+follow control flow, the handle decides by these inputs:
 
-| input | why all ranks know it alike |
+| input | why all ranks have it alike |
 |---|---|
 | whether the unsharded flat parameter has memory | control flow, as with torch's handle: forward, backward, no_sync() |
-| ``steps`` | steps of optimizers that hold a parameter of some unit of the model: of the program |
-| ``SUMMON_FULL_PARAMS`` begins | control flow: what is gathered is gathered anew, whatever the values are |
-| ``_state`` not at rest as a forward begins | an exception has ended a step; on one rank alone: a time-out |
+| ``steps`` | the program steps the optimizers: those that hold a parameter of some unit of the model |
+| ``SUMMON_FULL_PARAMS`` begins | control flow: gathered parameters are gathered again, whatever their values |
+| ``_state`` not at rest when a forward begins | an exception has ended a step; on one rank alone: a time-out |
 | ``_is_compared`` | the first gather of a handle, see comparing.py |
-| gradients that are None, in ``unshard_grad()`` | asked: an all-reduce |
+| gradients that are None, in ``unshard_grad()`` | an all-reduce |
 
-No input, as one rank alone may see it: versions, values and addresses of tensors, ``no_grad`` and ``train()``, steps of
-other optimizers, which models exist besides, what garbage collection has left. So what is written outside of a step
-while units stay gathered is not gathered anew: a warning says it.
+These are no inputs, as they may differ between ranks: versions, values and addresses of tensors, ``no_grad`` and
+``train()``, steps of other optimizers, other models, garbage collection. So a write outside of a step, while units stay
+gathered, does not cause a gather: a warning says so.
 """
 
 import threading
@@ -46,7 +46,7 @@ _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.
 
 
 class Driven:
-    """What the runtime keeps on a handle: places in its orders of handles, and what prefetching did."""
+    """Attributes that torch's runtime sets on a handle: its places in orders of handles, and flags of prefetching."""
 
     _handle_index: int | None = None
     _pre_forward_order_index: int | None = None
@@ -56,25 +56,25 @@ class Driven:
     _prefetched = False
 
 
-_uncounted = [0]  # of handles that no runtime has numbered
+_uncounted = [0]  # the count for handles that no runtime has numbered
 
 
 class _Numbered(threading.local):
-    steps = _uncounted  # of the root whose handles this thread numbers
+    steps = _uncounted  # the count of the root whose handles this thread numbers now
 
 
 _numbered = _Numbered()
 
 
 class Interruptible(PostBackward, Driven):
-    """The state that the runtime sets, and the way back from one that it was left in."""
+    """The part of FlatParamHandle with the state that the runtime sets, and the recovery from a state left behind."""
 
     _state = _IDLE
-    steps = _uncounted  # [how often optimizers have stepped that have a parameter of the model]
+    steps = _uncounted  # [number of steps of optimizers that hold a parameter of the model]
     _is_of_backward = False  # whether `_state` was set while autograd ran
-    _steps_seen = 0  # by optimizers, when the last forward began
-    _left_versions: int | None = None  # of the parameters, their sum, when a forward left them gathered
-    _left_values: tuple[torch.Tensor, int] | None = None  # some of the shard then, and how many forwards used it since
+    _steps_seen = 0  # `steps` when the last forward began
+    _left_versions: int | None = None  # sum of the parameters' versions when a forward left them gathered
+    _left_values: tuple[torch.Tensor, int] | None = None  # (sample of the shard then, forwards since)
 
     @property
     def _handle_index(self) -> int | None:
@@ -82,9 +82,10 @@ class Interruptible(PostBackward, Driven):
 
     @_handle_index.setter
     def _handle_index(self: Any, index: int | None) -> None:
-        """The runtime numbers all handles of a root in a row: they have one count of steps.
+        """Store the index. All handles of a root, which the runtime numbers in a row, share one count of steps.
 
-        A rank that has nothing of a handle may give an optimizer only the parameters of which it has something.
+        A count for each handle could differ between ranks: a rank without elements of a unit may leave its parameters
+        out of the optimizer.
         """
         if index == 0:
             _numbered.steps = [0]
@@ -93,7 +94,7 @@ class Interruptible(PostBackward, Driven):
 
     @property
     def _training_state(self) -> HandleTrainingState:
-        """The state that was set last; IDLE if that was in a backward that has ended, by an exception then."""
+        """The state that was set last; IDLE if it was set in a backward that an exception has ended."""
         if self._is_of_backward and task_of_autograd() == -1:
             return _IDLE
         return self._state
@@ -101,7 +102,7 @@ class Interruptible(PostBackward, Driven):
     @_training_state.setter
     def _training_state(self: Any, state: HandleTrainingState) -> None:
         in_backward = task_of_autograd() != -1
-        # A forward begins, of torch's runtime (else the user sets the state as suits him), not one that activation
+        # A forward of torch's runtime begins: not a user who sets the state, nor a forward that activation
         # checkpointing runs again
         if state is _FORWARD and not in_backward and self._handle_index is not None:
             if in_transform():
@@ -115,14 +116,14 @@ class Interruptible(PostBackward, Driven):
         elif state is _BACKWARD_PRE and in_backward and not self._needs_pre_backward_unshard:
             self._begin_later_backward()
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
-            self._give_back_unused_grad()  # the runtime has reset that flag: it is the end of a backward
+            self._give_back_unused_grad()  # the runtime resets the flag at the end of a backward
         self._is_of_backward = in_backward
         self._state = state
 
     def _refuse_to_be_differentiated(self: Any) -> None:
-        """torch's runtime hangs its hooks on tensors of the transform, which are gone when it comes to their backward.
+        """Raises: RuntimeError in a transform that differentiates. Under ``vmap`` alone a forward is right.
 
-        Raises: RuntimeError. Under ``vmap`` alone a forward is right.
+        torch's runtime registers its hooks on tensors of the transform, which are gone before their backward.
         """
         if any(transform.key() in _DIFFERENTIATING for transform in torch._C._functorch.get_interpreter_stack()):
             raise RuntimeError(
@@ -133,7 +134,7 @@ class Interruptible(PostBackward, Driven):
             )
 
     def _is_out_of_date(self: Any) -> bool:
-        """Whether something is still gathered that an optimizer has changed since."""
+        """Whether the parameters are still gathered, and an optimizer has stepped since the last forward."""
         return bool(self._steps_seen != self.steps[0] and self._is_gathered())
 
     def _is_gathered(self: Any) -> bool:
@@ -143,19 +144,20 @@ class Interruptible(PostBackward, Driven):
         return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
 
     def _note_left_gathered(self: Any) -> None:
-        """A forward leaves the parameters gathered: note by what a write is seen.
+        """After a forward that leaves the parameters gathered: note versions and a sample, to detect writes later.
 
-        Versions count writes in place. Programs exchange weights around an evaluation by ``.data`` (averages of
-        weights), which nothing counts: some of the values do.
+        Versions count writes in place. Programs that evaluate with averaged weights exchange them by ``.data``, which
+        changes no version: the sample of values shows that.
         """
         self._left_versions = self._sum_of_versions()
         if self._left_values is None and self.uses_sharded_strategy and not torch.is_grad_enabled():
             self._left_values = _some_of(self.flat_param._local_shard).clone(), 1
 
     def _tell_of_old_values(self: Any) -> None:
-        """A forward begins, with what an earlier one has left gathered: warn if the user has written since.
+        """Before a forward with parameters that an earlier one left gathered: warn if the user has written since.
 
-        The values are looked at ever more seldom. A user's own way to show the shard may write it.
+        The sample is compared in forwards 1, 2, 4, 8 and so on, to save time. No warning if the user has replaced
+        ``_use_sharded_views``: that may write the shard.
         """
         written = self._left_versions != self._sum_of_versions()
         if self._left_values is not None:
@@ -178,9 +180,9 @@ class Interruptible(PostBackward, Driven):
 
     @torch.no_grad()
     def _leave_memory(self: Any, *tensors: torch.Tensor) -> None:
-        """Let ``tensors`` go on to exist for a gather that was given up (Ctrl-C): it still reads and writes them.
+        """After an interrupted gather, leave ``tensors`` to it: it still reads and writes them.
 
-        Where one of them is this handle's to free and to allocate, there is another instead from now on.
+        If an attribute of the handle has the memory of one of them, it gets a new tensor, without memory.
         """
         for name in (*_GATHERED, "_mp_shard"):
             ours = getattr(self.flat_param, name, None)
@@ -191,10 +193,10 @@ class Interruptible(PostBackward, Driven):
 
     @torch.no_grad()
     def _recover(self: Any) -> None:
-        """Shard the flat parameter, whatever of it is unsharded, and point modules and parameters to it.
+        """Switch to the sharded flat parameter, free what is gathered, and go to IDLE. No collective call.
 
-        What the user has put in place of parameters meanwhile is kept. Gradients of earlier backwards are too, if they
-        are still those of the original parameters; else only an interrupted backward can have left some, which go.
+        Parameters that the user has replaced are written back. Gradients of earlier backwards stay, with
+        use_orig_params; gradients of an interrupted backward are dropped.
         """
         flat_param = self.flat_param
         if not hasattr(flat_param, "_local_shard"):
@@ -209,7 +211,7 @@ class Interruptible(PostBackward, Driven):
                 if self._use_orig_params:
                     flat_param.grad = flat_param._saved_grad_shard
                 del flat_param._saved_grad_shard
-        self._state = _FORWARD  # stays so if this is interrupted too
+        self._state = _FORWARD  # if this is interrupted too, the next forward recovers again
         self._is_of_backward = False
         self._use_sharded_flat_param()
         self._free_gathered("_mp_shard")
@@ -220,14 +222,14 @@ class Interruptible(PostBackward, Driven):
         self._state = _IDLE
 
     def _write_back_replaced(self: Any) -> None:
-        """Copy into the shard what the user has put in place of original parameters; views made by us are no such."""
+        """Copy parameters that the user has put in place of original ones into the shard. Our own views are ignored."""
         flat_param = self.flat_param
         if not self._use_orig_params or self._skip_writeback_check:
             return
         for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
             current = getattr(info.module, info.param_name, None)
             if current is not None and current is flat_param._tensors[i]:
-                current = flat_param._params[i]  # the view of a forward that an exception has ended stands in its place
+                current = flat_param._params[i]  # a view of the interrupted forward is in its place
             if not isinstance(current, nn.Parameter) or not piece.in_shard:
                 continue
             moved = self._state is not _SUMMONED and not same_storage(current, flat_param)
@@ -235,7 +237,7 @@ class Interruptible(PostBackward, Driven):
                 self._writeback_one(i, flat_param)
 
     def _leave_summon(self: Any) -> None:
-        """Where ``summon_full_params`` raises, go back to IDLE: the runtime would take it for unsharded for good."""
+        """After an exception in SUMMON_FULL_PARAMS go to IDLE: else the runtime would think it unsharded forever."""
         if self._state is _SUMMONED:
             try:
                 self._recover()
@@ -243,7 +245,7 @@ class Interruptible(PostBackward, Driven):
                 self._state = _IDLE
 
 
-_LOOKED_AT = 256  # elements of a shard
+_LOOKED_AT = 256  # about so many elements of a shard are compared
 
 
 def _some_of(shard: torch.Tensor) -> torch.Tensor:
@@ -251,13 +253,13 @@ def _some_of(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _same_values(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Bit for bit; also where they cannot be compared."""
+    """Whether both are equal bit for bit; True if shape, dtype or device differ, as they cannot be compared."""
     if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
         return True
     return torch.equal(before.view(torch.uint8), now.contiguous().view(torch.uint8))
 
 
-_told_of_old_values: list[str] = []  # in which unit first: the others of a model are no news
+_told_of_old_values: list[str] = []  # the first unit that was warned of: one warning is enough
 
 
 def _warn_of_old_values(names: str) -> None:

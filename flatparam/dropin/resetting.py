@@ -1,4 +1,4 @@
-"""The way back to a model between two steps, where the end of a block has not run."""
+"""``reset_state`` for torch's wrapper: back to a model between two steps, if the end of a block has not run."""
 
 from typing import Any
 
@@ -10,17 +10,22 @@ from .handle import FlatParamHandle
 
 
 def reset_state(model: nn.Module) -> None:
-    """Leave what is under way in a model of torch's FullyShardedDataParallel, on this rank.
+    """End ``no_sync``, ``summon_full_params`` or a pass in a model of torch's FullyShardedDataParallel, on this rank.
 
-    For the case that signals, or a debugger, have kept the end of a block from running, so that calls say that a unit
-    is not idle, or gradients are not reduced: ``no_sync``, ``summon_full_params``, a pass. What ``summon_full_params``
-    shows is not written back, what a state dict has loaded until then stays, gradients that ``no_sync`` has kept stay
-    too, those of a backward that was broken off go. It communicates nothing, but frees what is gathered, so that the
-    next forward gathers: all ranks call it. Where it is interrupted itself, it is called again.
+    Call it if a signal or a debugger has skipped the end of such a block, and calls fail because a unit is not idle, or
+    gradients are not reduced. No collective call, but all ranks must call it: it frees the gathered parameters, and the
+    next forward gathers. If it is interrupted itself, call it again.
+
+    | state | afterwards |
+    |---|---|
+    | parameters in ``summon_full_params`` | not written back |
+    | values that a state dict has loaded so far | kept |
+    | gradients accumulated in ``no_sync`` | kept |
+    | gradients of an interrupted backward | dropped |
 
     Args:
-        model: the outermost wrapper, or a module that has it.
-    Raises: TypeError where no unit in ``model`` has flatparam's handle.
+        model: the outermost wrapper, or a module that contains it.
+    Raises: TypeError if no unit in ``model`` has flatparam's handle.
     """
     units = TorchsFSDP.fsdp_modules(model)
     if not any(isinstance(unit._handle, FlatParamHandle) for unit in units):
@@ -33,7 +38,7 @@ def reset_state(model: nn.Module) -> None:
 
 
 def _reset(unit: Any) -> None:
-    getattr(unit, "_unshard_params_ctx", {}).clear()  # of a state dict, which ends with that
+    getattr(unit, "_unshard_params_ctx", {}).clear()  # a state dict in progress ends with this
     if isinstance(unit._handle, FlatParamHandle):
         _leave_summoned(unit, unit._handle)
         unit._handle._recover()

@@ -1,8 +1,8 @@
-"""Switching the original parameters between views of the unsharded and pieces of the sharded flat parameter.
+"""Switch the original parameters between views of the unsharded and pieces of the sharded flat parameter.
 
-The loops run in C (``_C.ModuleParams``), one call a unit. They take plain tensors and nn.Module's own attribute rules.
-Where a tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the
-method of torch's handle does the same parameter by parameter.
+The loops run in C (``_C.ModuleParams``), one call for each unit. They need plain tensors and nn.Module's own rules for
+attributes. If a tensor has a subclass, an extension or a mode is active, or a bypassed method was replaced, torch's
+method does the same for one parameter after the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +23,16 @@ from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, HandleBase, ste
 
 
 def primaries(flat_param: Any) -> list[int]:
-    """Which original parameter each further name of a shared one stands for."""
+    """Return for each further place of a shared parameter the index of the original parameter."""
     shared, infos = flat_param._shared_param_infos, flat_param._param_infos
     index = {(id(info.module), info.param_name): i for i, info in enumerate(infos)} if shared else {}
     return [index[id(info.prim_module), info.prim_param_name] for info in shared]
 
 
 class Views(HandleBase):
-    """The part of FlatParamHandle that says what each module's parameter attributes are at any time."""
+    """The part of FlatParamHandle that sets the parameter attributes of the modules."""
 
-    # A user's; a bound method kept would be a cycle
+    # Set by a user. Our own method is not stored: a bound method would be a reference cycle
     _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = None
 
     def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
@@ -40,7 +40,7 @@ class Views(HandleBase):
 
     @property
     def _get_unflat_views(self) -> Callable[..., Iterable[Tensor]]:
-        """How this handle unflattens; users may set another way."""
+        """The function that unflattens. Users may set another one."""
         if self._own_way_to_unflatten is not None:
             return self._own_way_to_unflatten
         return self._get_unflat_views_aligned if self._aligns_addresses else self._get_unflat_views_unaligned
@@ -50,7 +50,7 @@ class Views(HandleBase):
         self._own_way_to_unflatten = way
 
     def _loops_in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C loops do exactly what the replaceable steps would, for these tensors."""
+        """Whether the C loops give the same result as the methods that they bypass, for these tensors."""
         return (
             self._unit is not None
             and self._own_way_to_unflatten is None
@@ -70,7 +70,7 @@ class Views(HandleBase):
 
     @step_of(VIEWS, UNSHARD, RESHARD, STREAM)
     def _get_unflat_views_unaligned(self, tensor: Tensor | None = None) -> Iterator[Tensor]:
-        """Views of ``tensor`` (the flat parameter if None), one an original parameter, in its shape and strides.
+        """Return a view of ``tensor`` (None: the flat parameter) for each original parameter, in its shape and strides.
 
         Shapes: ``tensor`` is ``[unpadded unsharded numel]``: the flat parameter, its gradient or optimizer state.
         """
@@ -80,7 +80,7 @@ class Views(HandleBase):
 
     @step_of(VIEWS, UNSHARD, RESHARD, STREAM)
     def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
-        """The same as a list; padding between the parameters is left out."""
+        """Return the same views as a list, for a layout with padding between parameters."""
         views = self._views_in_c(tensor)
         made: list[Tensor] = TORCH_HANDLE._get_unflat_views_aligned(self, tensor) if views is None else views
         return made
@@ -96,13 +96,13 @@ class Views(HandleBase):
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Make each original parameter a view of the unsharded flat parameter.
 
-        ``as_params``: as ``nn.Parameter`` s; else as tensors that autograd tracks back to the flat parameter, as
-        forward and backward need them, in gradient mode or not: a prefetch may run in another module's ``no_grad``
-        forward, and its views must have a history (torch PR 116792).
+        ``as_params``: as ``nn.Parameter`` objects; else, for forward and backward, as tensors that autograd tracks back
+        to the flat parameter. They have a history even in ``no_grad``: a prefetch may run in another module's
+        ``no_grad`` forward (torch PR 116792).
         """
         state = self._training_state
         if not as_params and self._lacks_views_of_forward(state):
-            self._state = HandleTrainingState.FORWARD  # then views are made, and listed in `_tensors`
+            self._state = HandleTrainingState.FORWARD  # in FORWARD views are made and listed in `_tensors`
             try:
                 self._use_unsharded_views(as_params)
             finally:
@@ -120,7 +120,7 @@ class Views(HandleBase):
             self._note_accumulator()
 
     def _lacks_views_of_forward(self, state: HandleTrainingState) -> bool:
-        """Whether a backward of the same forward has ended before, which has taken them out of `_tensors`."""
+        """Whether an earlier backward of this forward has ended and removed the views from `_tensors`."""
         in_backward = self._use_orig_params and state is HandleTrainingState.BACKWARD_PRE
         return in_backward and any(tensor is None for tensor in self.flat_param._tensors)
 
@@ -148,8 +148,8 @@ class Views(HandleBase):
         listed = orig and state == HandleTrainingState.FORWARD
         again = orig and state == HandleTrainingState.BACKWARD_PRE
         tensors = flat_param._tensors if orig else []
-        # In backward the forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
-        # Views of NO_SHARD would keep memory that the flat parameter leaves
+        # In backward use the forward's tensors: autograd's graph and the post-backward hook are on them. Not for
+        # NO_SHARD: old views would keep memory that the flat parameter has left
         last = tensors if again or self.uses_sharded_strategy else None
         views = self._unit.use_unsharded(flat_param, flat_param, last, again, listed, self._unsafe)
         if views is None:
@@ -163,7 +163,7 @@ class Views(HandleBase):
 
     @step_of(RESHARD)
     def _use_sharded_views(self) -> None:
-        """Make each original parameter its 1-D piece of the shard; an empty tensor if it has none here.
+        """Set each original parameter to its 1-D piece of the shard, or to an empty tensor if it has no piece here.
 
         The Parameter objects are kept, so that an optimizer may hold them. With NO_SHARD they get their full shape.
         """
@@ -180,10 +180,10 @@ class Views(HandleBase):
         if not (in_c and self._point_at(flat_param)):
             TORCH_HANDLE._use_sharded_views(self)
         elif self._training_state == HandleTrainingState.BACKWARD_POST:
-            flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
+            flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over: free its graph
 
     def _point_at(self, shard: Tensor) -> bool:
-        """The flat parameter's data is ``shard``, the original parameters pieces of it; False: not by the C loop."""
+        """Set the flat parameter's data to ``shard`` and the original parameters to its pieces. False: C cannot."""
         flat_param = self.flat_param
         params, shared, infos = flat_param._params, flat_param._shared_params, flat_param._shard_param_infos
         return shard.is_contiguous() and self._unit.use_sharded(flat_param, shard, params, shared, infos, self._unsafe)

@@ -1,10 +1,12 @@
-"""What users put in the place of parameters and gradients, and what they zero, taken into the flat parameter.
+"""Write users' changes of original parameters and gradients back into the flat parameter.
 
-Parameters and gradients whose storage the user changed are copied into it.
+A parameter or gradient whose storage the user has changed is copied. A gradient that he has cleared or zeroed is
+zeroed.
 
-A pass in ``no_sync()`` leaves ``flat_param.grad`` unsharded, and aside of it, where no ``zero_grad()`` comes, the
-reduced shard of earlier passes: ``_saved_grad_shard``, or ``_offloaded_grad``. torch adds that to the next gradient
-although the user has zeroed his; and of a single gradient that he sets to None it zeroes the elements of another one.
+A pass in ``no_sync()`` leaves ``flat_param.grad`` unsharded. Without a ``zero_grad()`` the reduced shard of earlier
+passes lies beside it, in ``_saved_grad_shard`` or ``_offloaded_grad``. torch's handle has two faults there. It adds
+that shard to the next gradient even if the user has zeroed his. And for a single gradient that he sets to None it
+zeroes the elements of another one.
 """
 
 import warnings
@@ -22,19 +24,19 @@ from .views import Views
 
 
 class Writeback(Views):
-    """The part of FlatParamHandle that notices changed storages. The look at each parameter is one C call a unit."""
+    """The part of FlatParamHandle that detects changed storages. One call to C scans all parameters of a unit."""
 
-    # Offloading: the gradient of earlier backwards, and the version of `_cpu_grad` that holds it. torch keeps only the
-    # last one when gradients are accumulated outside of no_sync()
+    # Offloading: (gradient of earlier backwards, version of `_cpu_grad` that held it). torch keeps only the last
+    # gradient when gradients are accumulated outside of no_sync()
     _offloaded_grad: tuple[Tensor, int] | None = None
-    _versions_left_by_backward: Sequence[int | None] = ()  # of the gradients that the last one in no_sync() left
-    _put_aside = False  # whether this backward has put the gradient of earlier ones aside
+    _versions_left_by_backward: Sequence[int | None] = ()  # of gradients, after the last backward in no_sync()
+    _put_aside = False  # this backward has moved the earlier gradient aside
 
     def _writeback_orig_params(self) -> bool:
-        """Copy into the flat parameter what the user put in place of an original parameter or its gradient.
+        """Copy the user's replacements of original parameters and gradients into the flat parameter.
 
-        Returns whether a parameter was written back. The flat parameter keeps its device and dtype.
-        Raises: RuntimeError naming the parameter if its shape no longer is the expected one.
+        Returns: whether a parameter was written back. The flat parameter keeps its device and dtype.
+        Raises: RuntimeError naming a parameter whose shape has changed.
         """
         flat_param, skipped, sharded = self.flat_param, self._skipped_use_sharded_views, self.uses_sharded_strategy
         if sharded and not self.is_sharded(flat_param) and not skipped:
@@ -61,9 +63,9 @@ class Writeback(Views):
         return wroteback
 
     def _changed(self, owner: Tensor) -> list[int]:
-        """Indices of the original parameters in the shard that need a closer look; all of them without C loops.
+        """Return the indices of original parameters in the shard that may have changed; all indices without C loops.
 
-        Whole ones that lie elsewhere in the owner's storage (transposed, exchanged) are given a copy of their own.
+        A whole parameter at another place of the owner's storage (transposed, exchanged) gets a copy as its data.
         """
         flat_param, infos = self.flat_param, self.flat_param._shard_param_infos
         skipped = self._skipped_use_sharded_views
@@ -76,12 +78,12 @@ class Writeback(Views):
         flat_param = self.flat_param
         info, piece = flat_param._param_infos[i], flat_param._shard_param_infos[i]
         if not hasattr(info.module, info.param_name):
-            return False  # deregistered, as during a state dict
+            return False  # it is deregistered, as during a state dict
         current = getattr(info.module, info.param_name)
         skipped = self._skipped_use_sharded_views
         param = flat_param._tensors[i] if skipped else flat_param._params[i]
         if not skipped and current is flat_param._tensors[i]:
-            current = param  # forward's own view, left by a backward that did not come to the parameters
+            current = param  # forward's view, left by a backward that did not reach the parameters
         if skipped and param is None:
             raise self._wrong("the views of its forward are gone", i)
         moved = current is not param or not same_storage(param, owner)
@@ -105,7 +107,7 @@ class Writeback(Views):
         flat_param = self.flat_param
         if param.grad is None:
             if self._grad_is_unsharded():
-                flat_param._is_grad_none_mask[i] = True  # as below; the zeros are there
+                flat_param._is_grad_none_mask[i] = True  # the gradient is zeroed already
             elif flat_param.grad is not None:
                 self._writeback_tensor(None, flat_param.grad, i, shape, offset, False)
             return
@@ -118,10 +120,10 @@ class Writeback(Views):
         flat_param.grad = flat_grad
 
     def _as_piece(self, tensor: Tensor, i: int) -> Tensor:
-        """What the user put in place of parameter ``i`` (or its gradient), flat, in the order of the flat parameter.
+        """Return the user's tensor for parameter ``i``, or for its gradient, 1-D in the order of the flat parameter.
 
-        Where all of the parameter is here (one rank, NO_SHARD) a tensor of another shape fits if its numel does:
-        pytorch#151223. Else it is returned as it is.
+        If the whole parameter is on this rank (one rank, NO_SHARD), a tensor of another shape with the same numel fits
+        (pytorch#151223). Else the tensor is returned unchanged.
         """
         flat_param = self.flat_param
         refuse_freed(tensor, self._about("the new data or gradient", i))
@@ -177,14 +179,14 @@ class Writeback(Views):
     # Zeroed gradients
 
     def _drop_saved_grad_if_zeroed(self) -> None:
-        """Drop the shard of earlier backwards if the user has zeroed the gradient since a backward in ``no_sync()``.
+        """Drop the shard of earlier backwards, if the user has zeroed the gradient since a backward in ``no_sync()``.
 
-        ``_post_backward_called`` says that there was one; a reduced backward resets it at its end.
+        ``_post_backward_called`` is True after such a backward; a backward that reduces resets it at its end.
         """
         flat_param = self.flat_param
         if not (flat_param._post_backward_called and self._keeps_grad_of_earlier_backwards()):
             return
-        grad, left = flat_param.grad, self._versions_left_by_backward  # () where the user drives the steps himself
+        grad, left = flat_param.grad, self._versions_left_by_backward  # () if the user drives the handle himself
         pairs = zip(self._versions_of_grads(), left, strict=False)
         changed = [i for i, (version, before) in enumerate(pairs) if version != before]
         if grad is None or (changed and _C.is_zeroed(grad)):
@@ -197,10 +199,10 @@ class Writeback(Views):
                     self._zero_grad_of_earlier_backwards(i)
 
     def _give_back_unused_grad(self) -> None:
-        """At the end of a backward in which no gradient came: the one of earlier backwards is the gradient again.
+        """After a backward without a gradient, put the gradient of earlier backwards back into ``flat_param.grad``.
 
-        torch leaves None, and forgets the earlier gradient if this backward was to reduce one. Original parameters
-        have kept theirs.
+        torch leaves None, and loses the earlier gradient if this backward was to reduce one. With use_orig_params
+        nothing is to be done: the original parameters have kept their gradients.
         """
         self._put_aside = False
         flat_param = self.flat_param
@@ -216,9 +218,9 @@ class Writeback(Views):
         return self._offloaded_grad is not None or hasattr(self.flat_param, "_saved_grad_shard")
 
     def _note_grads_left_by_backward(self) -> None:
-        """Remember what the gradients are that a backward leaves to the user; later versions are of his making.
+        """After a backward, note the versions of the gradients: later versions are the user's changes.
 
-        Zeros are marked, so that zeroing them is told from other changes: csrc/tensor/fp_gradients.h has the rule.
+        Zeros are marked, so that zeroing can be told from other changes: csrc/tensor/fp_gradients.h has the rule.
         """
         if self._training_state == HandleTrainingState.BACKWARD_POST and self._keeps_grad_of_earlier_backwards():
             grad = self.flat_param.grad
@@ -232,18 +234,18 @@ class Writeback(Views):
         return [None if param.grad is None else param.grad._version for param in shown]
 
     def _grad_is_unsharded(self) -> bool:
-        """Whether ``flat_param.grad`` is what passes in ``no_sync()`` left: of the whole unit, on every rank."""
+        """Whether ``flat_param.grad`` is an unsharded gradient of ``no_sync()``: of the whole unit, on every rank."""
         flat_param = self.flat_param
         if flat_param.grad is None or not self.uses_sharded_strategy or self._skipped_use_sharded_views:
             return False
         size = flat_param._unpadded_unsharded_size
         is_whole: bool = flat_param.grad.shape == size
-        return is_whole and size != flat_param._sharded_size  # equal: one rank, its shard is all
+        return is_whole and size != flat_param._sharded_size  # equal sizes: one rank has the whole
 
     def _zero_dropped_grads(self) -> None:
-        """Zero in the unsharded gradient what the user set to None, here or not in this rank's shard.
+        """Zero the parts of the unsharded gradient whose ``.grad`` the user has set to None, in the shard or not.
 
-        torch zeros the elements that the parameter has in the *shard*, which here are of other parameters.
+        torch's handle zeroes at the parameter's offset in the *shard*: in the unsharded gradient another parameter.
         """
         flat_param = self.flat_param
         dropped = [i for i, param in enumerate(flat_param._params) if param.grad is None]
@@ -253,7 +255,7 @@ class Writeback(Views):
             self._zero_grad_of_earlier_backwards(i)
 
     def _zero_grad_of_earlier_backwards(self, i: int) -> None:
-        """Zero parameter ``i`` in the reduced gradient that lies aside while passes in ``no_sync()`` add up theirs."""
+        """Zero parameter ``i`` in the reduced gradient of earlier backwards, which lies beside an unsharded one."""
         piece = self.flat_param._shard_param_infos[i]
         offloaded = self._offloaded_grad
         for shard in (getattr(self.flat_param, "_saved_grad_shard", None), None if offloaded is None else offloaded[0]):
