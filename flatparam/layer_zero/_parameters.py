@@ -3,7 +3,7 @@
 | tensor | shape | dtype | memory |
 |---|---|---|---|
 | ``_zero1_shard``, the master | ``[N / ranks of zero1]`` | ``full_prec_dtype`` | always |
-| ``_zero3_shard`` | ``[N / ranks of zero3]`` | ``param_dtype`` | from the first gather until masters change |
+| ``_zero3_shard`` | ``[N / ranks of zero3]`` | ``param_dtype`` | from a gather of masters until these change |
 | ``_full_param_padded`` | ``[N]`` | ``param_dtype`` | while unsharded |
 | ``_full_prec_full_param_padded`` | ``[N]`` | ``full_prec_dtype`` | in SUMMON_FULL_PARAMS |
 """
