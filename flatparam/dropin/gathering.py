@@ -85,8 +85,9 @@ class Gathering(Gradients):
     def unshard(self) -> None:
         """All-gather the flat parameter, unless it is unsharded already, and switch data and views to it.
 
-        A collective call. In SUMMON_FULL_PARAMS, and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1, in full precision. On
-        an exception in SUMMON_FULL_PARAMS the handle goes back to IDLE.
+        A collective call. In SUMMON_FULL_PARAMS it gathers even if unsharded: the values may be old. There, and in
+        eval with FSDP_USE_FULL_PREC_IN_EVAL=1, it gathers in full precision. On an exception in SUMMON_FULL_PARAMS the
+        handle goes back to IDLE.
         """
         if self._unshard_fused():
             return
@@ -99,7 +100,7 @@ class Gathering(Gradients):
             elif self.uses_sharded_strategy:
                 unsharded = self._get_padded_unsharded_flat_param()
                 if self._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
-                    self._all_gather_flat_param(unsharded)  # it may have old values, which would be shown, and saved
+                    self._all_gather_flat_param(unsharded)  # old values might be shown and saved
             else:
                 unsharded = self.flat_param
             self._use_unsharded_flat_param(unsharded)
