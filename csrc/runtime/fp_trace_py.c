@@ -1,6 +1,10 @@
-/* runtime/fp_trace_py.c -- _C.CollectiveTrace: when the other ranks are asked. What is expected is in core/fp_trace.c; how they are
- * asked is Python's. _C.ModelTrace: where the passes of one model begin in a CollectiveTrace that models share. A pass that
- * comes to no collective may be of one rank alone: it must not end the pass of another model there. */
+/* runtime/fp_trace_py.c -- two types; see fp_trace_py.h. _C.CollectiveTrace decides before each collective whether this
+ * rank asks the other ranks. core/fp_trace.c predicts the next collective, and Python asks
+ * (flatparam/fsdp/desync/trace.py).
+ *
+ * _C.ModelTrace notes where the passes of one model begin, as several models may share a CollectiveTrace. It notes a pass
+ * with the first collective in it: one rank alone may run a pass without collectives, and that must not begin a pass of
+ * another model in the shared trace. */
 #include "runtime/fp_trace_py.h"
 
 #include <stddef.h>
@@ -8,13 +12,14 @@
 
 typedef struct {
     PyObject_HEAD
-    fp_trace *trace;
-    PyObject *agree;   /* agree(index, event, new_pass, alone) */
-    PyObject *waiting; /* waiting() */
-    PyObject *failed;  /* failed(message) */
-    int always;        /* the others are asked before each event */
+    fp_trace *trace;   /* owned */
+    PyObject *agree;   /* agree(index, event, new_pass, alone): ask the other ranks; it raises if they differ */
+    PyObject *waiting; /* waiting(): called a few times a second while a collective is waited for */
+    PyObject *failed;  /* failed(message): a collective has failed */
+    int always;        /* set by Python: 1: ask before each event */
 } trace_object;
 
+/* Call a function for its effect. Steals args; NULL: an exception is set. */
 static int
 call(PyObject *function, PyObject *args)
 {
@@ -24,6 +29,8 @@ call(PyObject *function, PyObject *args)
     return result == NULL ? -1 : 0;
 }
 
+/* Note an event that is about to begin. Ask the other ranks unless it was predicted, nothing was missed, and the
+ * trace is not broken. -1: it must not begin. */
 static int
 note(trace_object *self, uint64_t event, int new_pass)
 {
@@ -292,18 +299,19 @@ PyType_Spec fp_trace_type = FP_TYPE("CollectiveTrace", trace_object, Py_TPFLAGS_
 typedef struct {
     PyObject_HEAD
     trace_object *trace; /* owned */
-    int began;           /* a pass, since the last event of this model */
-    int ended;           /* a backward, since the last event of this model */
-    int keeps;           /* the last backward kept its gradients */
+    int began;           /* 1: a pass has begun since the last event of this model */
+    int ended;           /* 1: a backward has ended since the last event of this model */
+    int keeps;           /* 1: the last backward has accumulated its gradients (no_sync) */
 } model_trace_object;
 
+/* A collective of this model comes. It is the first of a pass after the end of a backward, and also the first gather after
+ * the begin of a pass. Where nothing is gathered, a begin counts for nothing, as one rank alone may have run that forward. */
 static int
 before(PyObject *watcher, uint64_t event)
 {
     model_trace_object *self = (model_trace_object *)watcher;
-    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or is about to */
-    const int new_pass =
-        self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
+    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or it agrees on something */
+    const int new_pass = self->ended || (gathers && self->began);   /* see above */
     self->ended = 0;
     self->began = self->began && !new_pass;
     return note(self->trace, event + (!gathers && self->keeps ? FP_EVENT_REDUCES_ACCUMULATED - FP_EVENT_REDUCES : 0),
@@ -394,7 +402,7 @@ model_trace_traverse(model_trace_object *self, visitproc visit, void *arg)
 static int
 model_trace_clear(PyObject *object)
 {
-    return 0; /* a watcher is used until it goes: cycles are broken at the trace */
+    return 0; /* a group uses its watcher until it is freed: cycles are broken at the trace */
 }
 
 static void

@@ -3,8 +3,8 @@
  * The GIL protects every field. In a backward autograd runs nodes in several threads, and they give up the GIL while they wait
  * for a collective. Therefore they also take turns under fp_root.lock (runtime/fp_iteration.c).
  *
- * A "pass" is one iteration of the model, numbered by fp_root.pass. A pass number of -1 or 0
- * means "never".
+ * A "pass" is one iteration of the model, numbered by fp_root.pass from 1 on. A pass number of -1 or 0 means
+ * "never".
  *
  * Files of the runtime include each other one way. A file in this list includes the files above it, not those below it:
  *     fp_types, fp_flat_param    the structs; one flat parameter
