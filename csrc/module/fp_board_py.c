@@ -197,7 +197,7 @@ static PyType_Slot board_slots[] = {
     {Py_tp_doc,
      "HealthBoard(group, prefix, beat, own)\n--\n\nWhat the ranks of a world tell each other through its store, "
      "below prefix.\n\n"
-     "group: the name under which C++ knows the world; beat: seconds without a sign of generation after which a "
+     "group: the name under which C++ knows the world; beat: seconds without an answer after which a "
      "process counts as "
      "stopped, 0: never; own: over a connection of its own."},
     {Py_tp_new, board_new},

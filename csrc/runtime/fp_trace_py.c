@@ -251,7 +251,7 @@ static PyMethodDef trace_methods[] = {
     {"at", FP_METHOD(trace_at), METH_O,
      "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
     {"join", FP_METHOD(trace_join), METH_O,
-     "join($self, other, /)\n--\n\nWhere Board.watch() breaks this one, it breaks the other one, too."},
+     "join($self, other, /)\n--\n\nWhere HealthBoard.watch() breaks this one, it breaks the other one, too."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -259,7 +259,7 @@ static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {"missed", FP_GETTER(trace_missed), NULL,
-     "Events that were missed since the last settle(): (index of the first, digest of all, 0: one was launched); None: "
+     "Events that were missed since the last confirm_not_begun(): (index of the first, digest of all, 0: one was launched); None: "
      "none. Each event "
      "asks "
      "then.",

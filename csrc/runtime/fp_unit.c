@@ -266,7 +266,8 @@ part_of(fp_unit *unit, const char *name, PyObject *const *args, Py_ssize_t nargs
         return NULL;
     }
     if (k < 0 || k >= unit->n_flat_params) {
-        PyErr_Format(PyExc_IndexError, "expected a part below %zd, got %lld", unit->n_flat_params, (long long)k);
+        PyErr_Format(PyExc_IndexError, "expected the number of a flat parameter below %zd, got %lld",
+                     unit->n_flat_params, (long long)k);
         return NULL;
     }
     return &unit->flat_params[k];
@@ -465,45 +466,34 @@ static PyMethodDef unit_methods[] = {
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
     {"compute_in_full", FP_METHOD(unit_compute_in_full), METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
-     "precision, or again as the parts say."},
+     "precision, or again in that of each flat parameter."},
     {"average_elsewhere", FP_METHOD(unit_average_elsewhere), METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", FP_METHOD(unit_views), METH_NOARGS,
-     "views($self, /)\n--\n\nThe views of each part, or what its extension has made of them; None before there are "
-     "any."},
+     "views($self, /)\n--\n\nThe views of each flat parameter, or the objects that its extension has made of them; "
+     "None before the first gather."},
     {"owner_of", FP_METHOD(unit_owner_of), METH_O,
      "owner_of($self, view, /)\n--\n\nThe original parameter whose differentiable view this is, or what an extension "
      "has "
      "made of that; None: it is none of this unit's."},
     {"note_user_edits", FP_METHOD(unit_note_user_edits), METH_O,
-     "note_user_edits($self, drops_zeros, /)\n--\n\nBetween passes: what the user has done to the gradients that "
-     "no_sync has "
-     "kept "
-     "counts. drops_zeros: those that were set to zeros in place are dropped, which all ranks do alike, or raise. "
-     "Returns "
-     "unreduced."},
+     "note_user_edits($self, drops_zeros, /)\n--\n\nBetween passes: take over what the user has done to .grad while "
+     "it shows the accumulated gradient. drops_zeros: gradients that were set to zeros in place are dropped; all "
+     "ranks do that alike, or raise. Returns unreduced."},
     {"accumulated", FP_METHOD(fp_unit_accumulated), METH_NOARGS,
-     "accumulated($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this "
-     "rank's "
-     "part of it, added over the ranks that share the parameter."},
+     "accumulated($self, /)\n--\n\nThe gradient accumulated in no_sync for each flat parameter, or None. It is "
+     "unsharded; nested: this rank's part, added over the ranks that share the secondary shard."},
     {"show_accumulated", FP_METHOD(fp_unit_show_accumulated), METH_O,
-     "show_accumulated($self, shown, /)\n--\n\nBetween passes: let .grad be what no_sync has kept, or what was reduced "
-     "before "
-     "and put aside for it."},
+     "show_accumulated($self, shown, /)\n--\n\nBetween passes: let .grad be the accumulated gradient, or the reduced "
+     "gradient that was put aside for it."},
     {"set_accumulated", FP_METHOD(fp_unit_set_accumulated), METH_FASTCALL,
-     "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: let the tensors in kept, one a part "
-     "or None, as kept() "
-     "gives "
-     "them, be what no_sync has kept; what was there is dropped.\n\nowed: a tuple for each part: which of its "
-     "parameters "
-     "are frozen and have something in it. It is not shown."},
+     "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: replace the accumulated gradients. "
+     "accumulated: a tensor for each flat parameter, as accumulated() gives it, or None. frozen_share: for each flat "
+     "parameter a tuple of bools, whether a parameter is frozen and has a part in it. .grad does not show them."},
     {"accumulated_bytes", FP_METHOD(fp_unit_accumulated_bytes), METH_NOARGS,
-     "accumulated_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host "
-     "memory."},
+     "accumulated_bytes($self, /)\n--\n\nThe bytes of accumulated gradients: (on the device, in host memory)."},
     {"secondary_shards", FP_METHOD(fp_unit_copies), METH_NOARGS,
-     "secondary_shards($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, "
-     "for each "
-     "part, or None."},
+     "secondary_shards($self, /)\n--\n\nThis rank's secondary shard of each flat parameter, or None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -536,7 +526,8 @@ static PyGetSetDef unit_getset[] = {
     {"name", unit_get_text, unit_set_text, "What messages call the unit.", (void *)(intptr_t)NAME},
     {"is_written", FP_GETTER(unit_any), NULL,
      "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
-    {"has_frozen", FP_GETTER(unit_any), NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},
+    {"has_frozen", FP_GETTER(unit_any), NULL, "Whether a flat parameter has no parameter that requires grad.",
+     &ask_frozen},
     {"unreduced", FP_GETTER(unit_any), NULL,
      "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", &ask_unreduced},
     {"reason", unit_get_text, unit_set_text, "What is said when freed data is used.", (void *)(intptr_t)REASON},
@@ -550,7 +541,7 @@ static PyMemberDef unit_members[] = {
      "1: the shard may have been written without torch counting it; the next pass compares it with what it has "
      "gathered."},
     {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
-     "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
+     "None, or reduced(index): called when the gradient of a flat parameter was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -632,7 +623,7 @@ PyMethodDef fp_unit_methods_of_module[] = {
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},
     {"not_steppable", not_steppable, METH_NOARGS,
-     "not_steppable($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, "
+     "not_steppable($module, /)\n--\n\nHow many flat parameters show an accumulated gradient that is to be reduced, "
      "or of "
      "another dtype than theirs."},
     {NULL, NULL, 0, NULL},

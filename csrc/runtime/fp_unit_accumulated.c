@@ -49,7 +49,7 @@ static int
 check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
 {
     if (!PyTuple_Check(frozen_share) || PyTuple_GET_SIZE(frozen_share) != PyTuple_GET_SIZE(flat_param->owners)) {
-        PyErr_Format(PyExc_ValueError, "%U: expected a tuple of %zd for each part, of which parameters are owed",
+        PyErr_Format(PyExc_ValueError, "%U: expected frozen_share to have a tuple of %zd bools for each flat parameter",
                      unit->name, PyTuple_GET_SIZE(flat_param->owners));
         return -1;
     }
@@ -73,8 +73,9 @@ fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     if (fp_check_nargs("set_accumulated", nargs, 2) < 0) {
         return NULL;
     }
-    PyObject *accumulated = fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, as frozen_share */
-    PyObject *frozen_share = accumulated == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "owed");
+    PyObject *accumulated =
+        fp_as_tuple(args[0], unit->n_flat_params, "accumulated gradients"); /* owned, as frozen_share */
+    PyObject *frozen_share = accumulated == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "frozen_share");
     int status = frozen_share == NULL ? -1 : fp_unit_check_idle(unit, "be given gradients");
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         status = check_accumulated(unit, &unit->flat_params[k], PyTuple_GET_ITEM(accumulated, k),
