@@ -259,7 +259,8 @@ static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {"missed", FP_GETTER(trace_missed), NULL,
-     "Events that were missed since the last confirm_not_begun(): (index of the first, digest of all, 0: one was launched); None: "
+     "Events that were missed since the last confirm_not_begun(): (index of the first, digest of all, 0: one was "
+     "launched); None: "
      "none. Each event "
      "asks "
      "then.",
