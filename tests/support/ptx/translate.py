@@ -207,6 +207,12 @@ class Kernel:
             return self.write(to, "u16", f"ptx_narrow({self.read(a, 'f32')}, {form})")
         if parts == ["rn", "f32", "f64"]:
             return self.write(to, "f32", f"(float){self.read(a, 'f64')}")
+        if parts == ["rn", "f32", "u32"]:
+            return self.write(to, "f32", f"(float){self.read(a, 'u32')}")
+        if parts == ["rzi", "u32", "f32"]:  # it saturates, and a NaN becomes 0; C has no value then
+            value = self.read(a, "f32")
+            whole = f"{value} < 4294967296.0f ? (uint32_t){value} : UINT32_MAX"
+            return self.write(to, "u32", f"({value} > 0.0f ? ({whole}) : 0u)")
         kind, source = parts
         require((kind, source) == ("f64", "f32") or (is_unsigned(kind) and is_unsigned(source)))
         return self.write(to, kind, self.read(a, source))
