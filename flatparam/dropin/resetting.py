@@ -16,15 +16,16 @@ def reset_state(model: nn.Module) -> None:
     gradients are not reduced. No collective call, but all ranks must call it: it frees the gathered parameters, and the
     next forward gathers. If it is interrupted itself, call it again.
 
-    | state | afterwards |
-    |---|---|
-    | parameters in ``summon_full_params`` | not written back |
-    | values that a state dict has loaded so far | kept |
-    | gradients accumulated in ``no_sync`` | kept |
-    | gradients of an interrupted backward | dropped |
+    Afterwards:
+
+    - parameters in ``summon_full_params`` are not written back;
+    - values that a state dict has loaded so far are kept;
+    - gradients accumulated in ``no_sync`` are kept;
+    - gradients of an interrupted backward are dropped.
 
     Args:
         model: the outermost wrapper, or a module that contains it.
+
     Raises: TypeError if no unit in ``model`` has flatparam's handle.
     """
     units = TorchsFSDP.fsdp_modules(model)
