@@ -307,12 +307,20 @@ class Summoned:
                 changed = not same_bytes(shard, mine)
                 if changed:  # a copy without a change would bump the version, and fail a pending backward
                     shard.copy_(mine)
+                elif any(made._version for made in self._made_of(flat_param)):  # the shard's own memory was written to
+                    torch.autograd.graph.increment_version(shard)
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the consensus tells which are stale
                     unit.filled(self.missing)
         if self.with_grads and misfit is None:
             self.held = [self._gradients_of(k, flat_param) for k, flat_param in enumerate(unit.flat_params)]
         return misfit
+
+    def _made_of(self, flat_param: FlatParam) -> list[nn.Parameter]:
+        """Return the Parameters that modules show in memory of the shard. Their versions are not those of the shard."""
+        if flat_param.is_sharded:
+            return []
+        return [self._made[one.fqn] for one in flat_param.originals if one.fqn in self._made]
 
     def _restore_flat(self) -> None:
         for flat_param, shard in self._shards:
