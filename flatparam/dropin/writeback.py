@@ -251,7 +251,7 @@ class Writeback(Views):
         dropped = [i for i, param in enumerate(flat_param._params) if param.grad is None]
         views = list(self._get_unflat_views(flat_param.grad)) if dropped else []
         for i in dropped:
-            views[i].zero_()
+            views[i].data.zero_()  # no change of a user's: the versions of the other gradients stay
             self._zero_grad_of_earlier_backwards(i)
 
     def _zero_grad_of_earlier_backwards(self, i: int) -> None:
