@@ -9,11 +9,11 @@ import contextlib
 import gc
 import itertools
 import random
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from disturbing import stepping_in_a_thread
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import handle_of, note, run_ranks
 from torch import nn
@@ -63,25 +63,6 @@ class Disturbing:
     def collect(self):
         gc.collect(0)
 
-    @contextlib.contextmanager
-    def by_a_thread_too(self):
-        over = threading.Event()
-
-        def run():
-            probe = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
-            while not over.wait(0.001 * self.random.random()):
-                probe.weight.grad = torch.ones_like(probe.weight)
-                optimizer.step()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
 
 def clamp_biases(model):
     """As programs do it: only what this rank has something of."""
@@ -123,7 +104,7 @@ def disturbed(strategy, uo, ahead):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(5):
                 note(f"{kind} {strategy} uo={uo} ahead={ahead} {step}")
-                with disturb.by_a_thread_too() if step % 2 else contextlib.nullcontext():
+                with stepping_in_a_thread(disturb.random) if step % 2 else contextlib.nullcontext():
                     for k in range(3):
                         with model.no_sync() if k < 2 else contextlib.nullcontext():
                             loss = loss_of(model, data(10 * step + k))

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import json
 import multiprocessing
 import os
 import pathlib
@@ -105,6 +106,14 @@ def script(function, *arguments, **settings):
     call = f"import {function.__module__} as module; module.{function.__name__}{arguments}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen([sys.executable, "-c", call], env=environment, **settings)
+
+
+def printed_by(program):
+    """Run ``program``, a file beside this one, in a process of its own; return the JSON that it prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, pathlib.Path(__file__).with_name(program)]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, timeout=240)
+    return json.loads(done.stdout)
 
 
 def ends_of_ranks(fn, world_size, *args, timeout=120.0, environment=None):

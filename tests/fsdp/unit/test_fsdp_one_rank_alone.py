@@ -10,11 +10,11 @@ import copy
 import functools
 import gc
 import random
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from disturbing import stepping_in_a_thread
 from fsdp_models import assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from layer_zero_ranks import layer_zero
@@ -75,25 +75,6 @@ class Disturbing:
     def collect(self):
         gc.collect(0)
 
-    @contextlib.contextmanager
-    def by_a_thread_too(self):
-        over = threading.Event()
-
-        def run():
-            probe = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
-            while not over.wait(0.001 * self.random.random()):
-                probe.weight.grad = torch.ones_like(probe.weight)
-                optimizer.step()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
 
 def halve(module):
     """As programs do it: only of what this rank has."""
@@ -134,7 +115,7 @@ def disturbed(strategy, uo):
         for step in range(6):
             note(f"{strategy} uo={uo} ahead={ahead} {step}")
             halved = {0: [], 1: [0], 2: [], 3: [1], 4: [0, 1], 5: []}[step]
-            with disturb.by_a_thread_too() if step % 2 else contextlib.nullcontext():
+            with stepping_in_a_thread(disturb.random) if step % 2 else contextlib.nullcontext():
                 for k in range(3):
                     with model.no_sync() if k < 2 else contextlib.nullcontext():
                         loss_of(model, data(10 * step + k)).backward()

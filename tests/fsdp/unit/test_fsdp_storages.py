@@ -1,12 +1,7 @@
 """The memory of full parameters in the runtime: who uses it while it is freed is told, and who has it keeps it."""
 
 import itertools
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,31 +18,20 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note, printed_by, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 
-SUPPORT = pathlib.Path(__file__).parents[2] / "support"
 WIDTH = 300  # its blocks are so large that the allocator unmaps what is freed
 
 
 @pytest.mark.multiprocess
 def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     """44 operations each, from the constructor on, of NumPy, pickle and users of addresses too: none of them dies."""
-    package = str(pathlib.Path(flatparam.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "freed_operations.py"],
-        env=environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        timeout=240,
-    )
-    results = json.loads(done.stdout)
+    results = printed_by("freed_operations.py")
     assert len(results) == 10
     assert len(results["wrapped"]) >= 40
     said = re.compile(r"RuntimeError: flatparam: a parameter of the unit of .*`[0-9.]*weight`.*summon_full_params")
