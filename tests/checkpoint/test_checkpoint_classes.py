@@ -1,4 +1,9 @@
-"""A state of one class of optimizer is not taken for another's: both are named, and nothing is changed."""
+"""A state of one class of optimizer is not taken for another's: both are named, and nothing is changed.
+
+Promises:
+- a state of one class of optimizer is not taken for another's: both are named and nothing changes; `convert=` takes
+  what it says
+"""
 
 import copy
 import json

@@ -1,4 +1,9 @@
-"""A save is complete or invisible; a checkpoint that is damaged or does not fit is refused by name, nothing changes."""
+"""A save is complete or invisible; a checkpoint that is damaged or does not fit is refused by name, nothing changes.
+
+Promises:
+- ranks killed in a save leave the one before; truncated, flipped and foreign files are named; no pickle runs; errors
+  of one rank are raised by all
+"""
 
 import json
 import os

@@ -1,4 +1,9 @@
-"""Files as safetensors itself writes and reads them: newer dtypes, tied names, empty tensors. It is the oracle."""
+"""Files as safetensors itself writes and reads them: newer dtypes, tied names, empty tensors. It is the oracle.
+
+Promises:
+- newer dtypes, packed ones too, tied names and empty tensors are written and read as safetensors does; what boxes
+  tell of themselves may be anything
+"""
 
 import json
 

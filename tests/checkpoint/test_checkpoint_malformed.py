@@ -2,6 +2,10 @@
 
 Each case changes files of one kind at random, by its seed: bytes, values of JSON, objects of a pickle. What is
 loaded all the same is compared with what readers of a few lines find there.
+
+Promises:
+- files, indexes and metadata with anything in them, by 2,500 mutations: right values, or an error that names the
+  file, from every reader
 """
 
 import copy

@@ -1,4 +1,9 @@
-"""Checkpoints saved at any number of ranks and any strategy load at any other, bit for bit, optimizer included."""
+"""Checkpoints saved at any number of ranks and any strategy load at any other, bit for bit, optimizer included.
+
+Promises:
+- saved at 1, 2 and 4 ranks by six strategies, loaded at every other, bit for bit, optimizer included; tied,
+  transposed, 4-D and 0-dim parameters
+"""
 
 import json
 

@@ -1,4 +1,9 @@
-"""What `model.load_state_dict(model.state_dict())` keeps, a checkpoint keeps; the rest is refused by name."""
+"""What `model.load_state_dict(model.state_dict())` keeps, a checkpoint keeps; the rest is refused by name.
+
+Promises:
+- what modules write into state dicts by overrides and hooks, names that hooks change, buffers of a new size: as
+  `load_state_dict(state_dict())` keeps them, on any ranks; else refused by name
+"""
 
 import copy
 

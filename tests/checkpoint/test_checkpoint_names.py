@@ -1,4 +1,12 @@
-"""Checkpoints of compiled models and of DDP have the names of the bare model. Oracle: torch's state-dict helpers."""
+"""Checkpoints of compiled models and of DDP have the names of the bare model. Oracle: torch's state-dict helpers.
+
+Promises:
+- `load_safetensors` has the names of the bare model, and lets modules load by their hooks and overrides, as
+  `load_state_dict(load_file())` does: `test_checkpoint_modules.py::test_modules_load_safetensors_by_their_own_code`,
+  `test_checkpoint_modules.py::test_names_that_a_load_hook_renames`
+- compiled models and blocks, and DDP, around units and inside of them, are saved and loaded under the names of the
+  bare model
+"""
 
 import pytest
 import torch

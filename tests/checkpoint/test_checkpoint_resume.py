@@ -1,4 +1,10 @@
-"""Training that is saved, loaded and goes on equals training that was not interrupted, bit for bit."""
+"""Training that is saved, loaded and goes on equals training that was not interrupted, bit for bit.
+
+Promises:
+- resumed equals uninterrupted: dropout, scheduler, scaler, data position, batch norm of each rank; in the background:
+  `test_resumed_equals_uninterrupted`
+- LayerZero's handles; groups and frozen parameters; gradients that are not reduced are refused
+"""
 
 import pytest
 import torch

@@ -1,4 +1,9 @@
-"""torch's distributed checkpoint reads ours into plain and FSDP2 models; ours reads torch's, of FSDP1 and FSDP2."""
+"""torch's distributed checkpoint reads ours into plain and FSDP2 models; ours reads torch's, of FSDP1 and FSDP2.
+
+Promises:
+- torch and FSDP2 read ours; ours reads FSDP1's and FSDP2's, in safetensors and behind a pickle; the commands, with
+  equal units and tensors in one line
+"""
 
 import contextlib
 import io

@@ -1,4 +1,8 @@
-"""A checkpoint of what trains: an adapter's bytes, its optimizer, and which base it needs."""
+"""A checkpoint of what trains: an adapter's bytes, its optimizer, and which base it needs.
+
+Promises:
+- `trainable_only=True` saves an adapter's bytes and its optimizer; another base is refused by name
+"""
 
 import pytest
 import torch

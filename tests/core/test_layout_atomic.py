@@ -1,4 +1,9 @@
-"""Layouts in aligned shards that cut no block, against trying every place and length; and what pieces of them are."""
+"""Layouts in aligned shards that cut no block, against trying every place and length; and what pieces of them are.
+
+Promises:
+- shards that cut no row, matrix or block, as short as that allows; training on them, by Muon and 8-bit optimizers
+  too: `test_fsdp_atomic.py`
+"""
 
 import math
 import warnings

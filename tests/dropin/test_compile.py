@@ -1,6 +1,10 @@
 """torch.compile of a wrapped model, and of modules inside of one: as with torch's handle, with no more graph breaks.
 
 Of a model on flatparam's own runtime: as the unsharded module.
+
+Promises:
+- `torch.compile(model)` and `model.compile()` train as the unsharded module, without `install()`:
+  `test_flatparams_runtime_compiles_without_install`
 """
 
 import copy

@@ -1,6 +1,9 @@
 """Ranks whose flat parameters differ are told so by name, all of them, before the first gather.
 
 torch's handle crashes in it where sizes differ, and trains a mixture where they do not.
+
+Promises:
+- ranks that build other units are told alike, in the drop-in too, which counts as no collective there
 """
 
 import warnings

@@ -1,6 +1,11 @@
 """Weights that programs exchange by ``.data`` around an evaluation, as averages of them. The oracle is unsharded.
 
 diffusers' EMAModel: ``store()``, ``copy_to()``, an evaluation, ``restore()``; trl's ``sync_ref_model``.
+
+Promises:
+- weights that are exchanged by `.data` around an evaluation (averages, reference models) are those that are trained,
+  evaluated and saved, of the runtime; of the drop-in those that are saved, and it tells where others are trained or
+  evaluated
 """
 
 import copy

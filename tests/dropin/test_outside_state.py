@@ -309,7 +309,8 @@ def test_what_is_written_is_honoured(write, moment):
             assert isinstance(got, type(expected)), f"{mode_id}: {got}"
             continue
         assert not isinstance(got, Exception), f"{mode_id}: {got}"
-        if write is offload_gradient:  # in later steps torch brings this gradient back, which is wrong: test_pains.py
+        # in later steps torch brings this gradient back, which is wrong: test_dropin_faults_of_torch.py
+        if write is offload_gradient:
             expected, got = ([event for event in events if not event[0].startswith("step 2")] for events in outcomes)
         difference = first_difference(expected, got)
         assert difference is None, f"{mode_id}: {difference}"

@@ -1,6 +1,10 @@
 """transformers' Trainer on flatparam's runtime, beside torch's class: training, files, resuming, generation.
 
 A Llama with tied embeddings, random, of two layers. Its FSDP (version 1) is accelerate's plugin.
+
+Promises:
+- transformers' Trainer trains a model in bf16 with bf16=True as on torch's class, saves and resumes it; trl's
+  SFTTrainer too: `integrations/test_trl.py`
 """
 
 import contextlib

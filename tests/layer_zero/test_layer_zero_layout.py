@@ -1,4 +1,9 @@
-"""Where LayerZero's handle puts parameters: layouts, groups, the names of its reference, and what it refuses."""
+"""Where LayerZero's handle puts parameters: layouts, groups, the names of its reference, and what it refuses.
+
+Promises:
+- layout, both shards, metadata; states; the words and signatures of the reference; bad input on all ranks alike:
+  `test_layout`, `test_layer_zero_phases.py::test_phases`
+"""
 
 import copy
 import inspect

@@ -1,4 +1,23 @@
-"""LAYER_ZERO under models and programs of all kinds, its degenerate cases, its groups, and its full state dicts."""
+"""LAYER_ZERO under models and programs of all kinds, its degenerate cases, its groups, and its full state dicts.
+
+Promises:
+- parameters unused on some ranks; units skipped, called twice, frozen; a tail returned unchanged:
+  `test_models_and_programs_of_all_kinds` (`uneven`)
+- forwards before backwards, two models at once, checkpoints in and around units:
+  `test_models_and_programs_of_all_kinds` (`interleaved`)
+- a step that raised on all ranks leaves nothing; units without parameters; dtypes that travel, double precision:
+  `test_models_and_programs_of_all_kinds` (`exceptions`, `empty_units`, `precisions`)
+- parameters are the same objects in one order; state dicts are whole; norms with ignored and shared parameters:
+  `test_groups_norms_and_what_is_refused` (`objects`, `clipping`)
+- inner groups of neighbours, strided, by mesh, by placement train alike; nested refreshes from its column alone:
+  `test_groups_norms_and_what_is_refused` (`grids`, `refreshes`)
+- wrong groups and settings are refused on all ranks before anything moves; ranks that skip a unit are told:
+  `test_groups_norms_and_what_is_refused` (`refused`, `orders`)
+- P = 1 is ZERO_1, P = W is FULL_SHARD and torch's, bit for bit and in collectives; W = 1 communicates nothing:
+  `test_degenerate_groups_are_the_plain_strategies`, `test_one_inner_group_of_all_ranks_gives_torchs_bits`,
+  `test_one_rank_communicates_nothing`
+- full state dicts go from any groups to any: `test_full_state_dicts_go_from_any_groups_to_any`
+"""
 
 import copy
 import functools

@@ -1,4 +1,10 @@
-"""What LayerZero's handle holds in which phase: states, buffers, gathered values, and what a user does meanwhile."""
+"""What LayerZero's handle holds in which phase: states, buffers, gathered values, and what a user does meanwhile.
+
+Promises:
+- which storage has memory when; what changes masters is gathered once; SYNC_PARAMS; P of 1 and of all ranks:
+  `test_phases` (`buffers_by_phase`, `freshness`, `syncing`), `test_layer_zero_layout.py::test_layout`
+  (`degenerate_groups`)
+"""
 
 import gc
 import weakref

@@ -1,4 +1,18 @@
-"""What a step of LAYER_ZERO moves, keeps and shows: collectives, copies, accumulators, freshness."""
+"""What a step of LAYER_ZERO moves, keeps and shows: collectives, copies, accumulators, freshness.
+
+Promises:
+- which group, how often, how many bytes, which dtype: over all ranks once a step, whatever the micro-batches and
+  evaluations: `test_what_a_step_moves_and_keeps` (`collectives`)
+- layout; copies hold the cast masters of all ranks; what has memory after each phase, as planned; padding is zero:
+  `test_what_a_step_moves_and_keeps` (`layout`, `buffers`, `padding`)
+- 16 gradients in bf16 add up exactly: `test_what_a_step_moves_and_keeps` (`many_micro_batches`)
+- synced backwards add up, cleared micro-batches leave no trace; what no_sync shows, and what a step with it is
+  refused: `test_accumulators_and_freshness` (`accumulation`)
+- whatever writes to a master is used by the next forward, gathered once; `sync_params` only between passes:
+  `test_accumulators_and_freshness` (`freshness`, `explicit_sync`)
+- offloaded gradients give the same bits; two are on the device, nested three, one of them ahead of time:
+  `test_accumulators_and_freshness` (`offloading`, `offloaded_memory`)
+"""
 
 import contextlib
 import functools

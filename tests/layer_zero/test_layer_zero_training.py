@@ -1,4 +1,15 @@
-"""Training by LayerZero's handle, driven step by step without a wrapper: equal to the unsharded module."""
+"""Training by LayerZero's handle, driven step by step without a wrapper: equal to the unsharded module.
+
+Promises:
+- the example in the docs trains as the unsharded module, bit for bit on two ranks; offloaded gradients give the same
+  bits: `test_training`
+- the calls of the reference's runtime, in its order, do too: with kept and prefetched units, and the collectives that
+  it makes: `test_training` (`the_calls_of_the_references_runtime`)
+- gradients of uneven units, pipelines, cleared and abandoned micro-batches, exceptions: `test_training`
+  (`unevenly_used`), `test_random_programs`, `test_layer_zero_phases.py::test_phases` (`in_flight_together`,
+  `clearing`, `after_an_exception`, `a_gradient_is_not_thrown_away`, `a_gradient_that_does_not_come`,
+  `whole_gradients`)
+"""
 
 import itertools
 

@@ -1,4 +1,8 @@
-"""Every pair of settings trains as the unsharded module and as torch's FSDP1 (see equality.py)."""
+"""Every pair of settings trains as the unsharded module and as torch's FSDP1 (see equality.py).
+
+Promises:
+- the same at 4 ranks within bounds: `test_four_ranks_train_as_one_within_bounds`
+"""
 
 import itertools
 import re

@@ -1,4 +1,18 @@
-"""Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang."""
+"""Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang.
+
+Promises:
+- ranks that run other units, in another order or number, are told alike before collectives meet, naming rank, unit,
+  step: `test_ranks_that_differ_are_told_so_alike`, `test_all_ranks_of_a_grid_are_told`,
+  `test_a_rank_that_does_not_come_is_named_within_the_time_out`
+- a forward that ended on one rank alone and is called again there: every rank is told which rank is where:
+  `test_ranks_that_differ_are_told_so_alike`,
+  `test_ctrl_c.py::test_a_forward_called_again_after_ctrl_c_on_one_rank_is_told`
+- ranks that train other parameters, or not all units, are told which and where:
+  `test_ranks_that_train_other_parameters_are_told_which`
+- what one rank does alone without a collective is legal: `test_one_rank_may_do_alone_what_needs_no_other`
+- what all ranks do alike is legal and asks nobody; a changed order warns when debugging:
+  `test_what_all_ranks_do_alike_is_legal`, `test_a_changed_order_warns_when_debugging`
+"""
 
 import contextlib
 import copy

@@ -1,6 +1,9 @@
 """Ranks of one order where the device waits, as with NCCL: those who differ, are lost or do not come are named.
 
 The simulated device's collectives stand for NCCL's (simulated.py).
+
+Promises:
+- the same where the device waits, as with NCCL, and a rank that lives and does not come
 """
 
 import json

@@ -1,6 +1,9 @@
 """``backward(inputs=...)`` and ``torch.autograd.grad`` with parameters: these are trained, and nothing else.
 
 Oracle: the same call of the unsharded module, whose gradients are averaged over the ranks.
+
+Promises:
+- `backward(inputs=...)` with parameters trains these alone; `torch.autograd.grad` names them
 """
 
 import contextlib

@@ -1,4 +1,11 @@
-"""Tools that do not know the class: each is refused by name before it changes anything, or made right."""
+"""Tools that do not know the class: each is refused by name before it changes anything, or made right.
+
+Promises:
+- DDP, `fully_shard`, torch's class and functions, distributed checkpoints of shards are refused by name and change
+  nothing
+- `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are those of the unsharded module:
+  `test_clipping_and_scaling`
+"""
 
 import inspect
 import itertools

@@ -1,4 +1,8 @@
-"""Parameters of a tensor subclass that an extension of torch's FSDP takes: as the same module of plain parameters."""
+"""Parameters of a tensor subclass that an extension of torch's FSDP takes: as the same module of plain parameters.
+
+Promises:
+- parameters of a subclass that an extension takes train and save as plain ones
+"""
 
 import copy
 

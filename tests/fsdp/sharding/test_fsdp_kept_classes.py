@@ -1,6 +1,10 @@
 """Frozen parameters that are bytes: of a subclass over plain memory, as 4-bit weights are, and of integers and fp8.
 
 As torch's class trains them as buffers: it takes no parameters of integers, and of one dtype in a unit alone.
+
+Promises:
+- frozen parameters that are bytes (integers, fp8, a subclass over plain memory, as 4-bit weights are) are sharded,
+  never cast, and keep their class and attributes
 """
 
 import copy

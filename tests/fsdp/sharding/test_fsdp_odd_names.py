@@ -1,6 +1,9 @@
 """A name that UTF-8 cannot encode, as module names may be, is trained, saved and named as any other.
 
 Oracle: the unsharded module. What is shown has such characters escaped.
+
+Promises:
+- names that UTF-8 cannot encode train as unsharded, in the drop-in too, and are shown escaped
 """
 
 import re

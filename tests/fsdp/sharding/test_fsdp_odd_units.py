@@ -1,4 +1,8 @@
-"""Units of uncommon parameters: of 64 bits, complex, frozen under autograd.grad. On two ranks."""
+"""Units of uncommon parameters: of 64 bits, complex, frozen under autograd.grad. On two ranks.
+
+Promises:
+- norms of 64-bit and complex gradients; `autograd.grad` by inputs through frozen units
+"""
 
 import itertools
 

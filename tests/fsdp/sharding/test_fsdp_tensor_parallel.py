@@ -1,4 +1,9 @@
-"""Tensor parallelism inside of units, on a mesh of 2 by 2 ranks: as with torch's class bit for bit, and as without."""
+"""Tensor parallelism inside of units, on a mesh of 2 by 2 ranks: as with torch's class bit for bit, and as without.
+
+Promises:
+- tensor parallelism inside of units: training, states, clipping, copies and refusals are torch's bit for bit, or the
+  unparallelised module's: `test_fsdp_tensor_parallel_more.py`
+"""
 
 import copy
 import functools

@@ -1,4 +1,10 @@
-"""States that do not fit are refused on every rank, naming parameter and key, and change nothing."""
+"""States that do not fit are refused on every rank, naming parameter and key, and change nothing.
+
+Promises:
+- states that do not fit are refused on every rank, naming parameter and key, and change nothing
+- an optimizer state that lacks a parameter of a group is loaded with a warning that names it:
+  `test_a_parameter_without_state_beside_others_that_have_some_is_named`, `test_checkpoint_warnings.py` (the same name)
+"""
 
 import copy
 import re

@@ -1,4 +1,8 @@
-"""A state dict that does not fit, on all ranks or on one, changes nothing on any rank."""
+"""A state dict that does not fit, on all ranks or on one, changes nothing on any rank.
+
+Promises:
+- a state dict that does not fit, on any rank, changes nothing on any
+"""
 
 import itertools
 import re

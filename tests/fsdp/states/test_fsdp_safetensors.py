@@ -1,4 +1,9 @@
-"""Loading safetensors files into shards. The oracle: the safetensors library's own files, and the unsharded module."""
+"""Loading safetensors files into shards. The oracle: the safetensors library's own files, and the unsharded module.
+
+Promises:
+- a checkpoint's bytes go straight into shards, each rank reads its own; bad files and other files change nothing on
+  any rank
+"""
 
 import gc
 import itertools

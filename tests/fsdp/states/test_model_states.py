@@ -1,4 +1,9 @@
-"""State dicts in every form. The oracles: the unwrapped module, and torch's FSDP1."""
+"""State dicts in every form. The oracles: the unwrapped module, and torch's FSDP1.
+
+Promises:
+- sharded and local state dicts are torch's, rank by rank, and each loads the other's; every form goes into another
+  model
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,9 @@
-"""Optimizer states by names, whole. The oracle: an unsharded module with the same optimizer."""
+"""Optimizer states by names, whole. The oracle: an unsharded module with the same optimizer.
+
+Promises:
+- whole optimizer states are the unsharded optimizer's, and train on in another model: strategies, kinds of state,
+  blocks
+"""
 
 import copy
 import itertools

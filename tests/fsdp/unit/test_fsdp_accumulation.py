@@ -1,4 +1,13 @@
-"""What users do between micro-batches in no_sync: it is right, or refused with a word on what to do instead."""
+"""What users do between micro-batches in no_sync: it is right, or refused with a word on what to do instead.
+
+Promises:
+- between them: parameters that are frozen, unfrozen or written to, gradients that are scaled:
+  `test_freezing_writing_and_scaling_between_micro_batches`,
+  `test_freezing_and_writing_between_micro_batches_of_layer_zero`
+- blocks of `no_sync` in each other: `test_an_inner_block_does_not_end_an_outer_one`
+- between them: what is not reduced is not clipped or shown as if it were; gradients that users clear or assign, of
+  any strides; penalties over parameters
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,8 @@
-"""A wait for a gather that is broken off, or a gather that fails, and is caught: nothing is computed with garbage."""
+"""A wait for a gather that is broken off, or a gather that fails, and is caught: nothing is computed with garbage.
+
+Promises:
+- a wait for a gather that a signal ends is made again by the next call; what has failed is not computed with
+"""
 
 import contextlib
 import datetime

@@ -1,6 +1,9 @@
 """Frozen parameters that are bytes (integers, fp8, 4-bit weights) in state dicts of all kinds, files and meta modules.
 
 The oracle is the unsharded module's own state dict.
+
+Promises:
+- the same in state dicts of all kinds, files, meta modules, plans and tables; what cannot be bytes is named
 """
 
 import copy

@@ -1,6 +1,11 @@
 """The runtime on an accelerator: a simulated one, whose copies come as late as a real one's may (simulated.py).
 
 The oracle is the same training on the CPU, which other tests hold against unsharded modules: no bit differs.
+
+Promises:
+- units on two devices, whose backwards run in two threads of autograd: `test_autograd_has_a_thread_for_each_device`
+- on an accelerator (simulated) training equals that on the CPU, parameters and gradients offloaded or not; bytes on
+  it are those planned
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""What is frozen is freed when a backward has the gradients of the inputs: when that is, and what waits for it."""
+"""What is frozen is freed when a backward has the gradients of the inputs: when that is, and what waits for it.
+
+Promises:
+- what is frozen is freed after the last input that a backward comes to; the graph before it goes with the output
+"""
 
 import gc
 import weakref

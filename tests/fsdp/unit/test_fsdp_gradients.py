@@ -1,4 +1,13 @@
-"""Gradients in users' hands: in summon_full_params(with_grads=True) and in hooks; and how exactly they add up."""
+"""Gradients in users' hands: in summon_full_params(with_grads=True) and in hooks; and how exactly they add up.
+
+Promises:
+- with `with_grads=True` gradients that are cleared, set, replaced or edited in place stay so, without writeback as
+  they were; a frozen parameter keeps its own: `test_gradients_in_users_hands` (`edited`, `frozen`)
+- hooks of parameters see this rank's piece of the reduced gradient; those of parameters that become a flat one are
+  named: `test_gradients_in_users_hands` (`hooks`), `test_hooks_of_parameters_that_become_a_flat_one_are_missed_aloud`
+- 512 micro-batches of bf16 add up in fp32, as planned; after `.double()` LAYER_ZERO reduces in fp64:
+  `test_gradients_in_users_hands` (`sums`), `test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with`
+"""
 
 import itertools
 

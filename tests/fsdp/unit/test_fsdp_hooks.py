@@ -1,4 +1,9 @@
-"""What hooks and calls of users do to a backward and to objects of _C: right, or an error that names it; no crash."""
+"""What hooks and calls of users do to a backward and to objects of _C: right, or an error that names it; no crash.
+
+Promises:
+- hooks that call a unit's node, or give it gradients without memory, get an error; a dying gradient is not found in
+  `.grad`
+"""
 
 import importlib.util
 import weakref

@@ -3,6 +3,13 @@
 Each rank is disturbed at random, and differently: optimizers of other models step, by a thread too, models of a group
 of its own train, pieces of which it has nothing and tensors of others get new versions, garbage is collected. The
 oracle is the unsharded module, bit for bit.
+
+Promises:
+- what one rank alone does or sees (other optimizers, threads, models of its own, versions of its pieces) decides
+  nothing that ranks do together: `test_what_one_rank_does_decides_nothing_that_ranks_do_together`; of the drop-in
+  `test_dropin_one_rank_alone.py`
+- what a forward writes to a unit before its turn is used, also where a rank has nothing of it and gathers run ahead:
+  `test_what_a_forward_writes_to_a_unit_before_its_turn_is_used`
 """
 
 import contextlib

@@ -1,6 +1,10 @@
 """Gradients over inputs that are differentiated again (create_graph=True): forces, gradient penalties. As unsharded.
 
 What a graph was made of stays gathered from a backward with create_graph=True to the next one, through forwards, too.
+
+Promises:
+- gradients over inputs that are differentiated again: forces, gradient penalties, `torch.autograd.functional`; what
+  is kept for them, and what is refused
 """
 
 import contextlib

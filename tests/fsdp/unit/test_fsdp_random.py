@@ -1,4 +1,8 @@
-"""Random trees of modules and random programs over them: as the unsharded module; more with FLATPARAM_RANDOM_RUNS."""
+"""Random trees of modules and random programs over them: as the unsharded module; more with FLATPARAM_RANDOM_RUNS.
+
+Promises:
+- trees of any shape, with sharing, frozen parts, several dtypes, unused branches: `test_random_trees_and_programs`
+"""
 
 import os
 import random

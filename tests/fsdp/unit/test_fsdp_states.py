@@ -1,6 +1,10 @@
 """A unit's states: a move that is not possible raises with the unit's name, and the model trains on as if nothing was.
 
 Oracle: the gradients of the unsharded module. The tables of moves by themselves: tests/c/test_state.c.
+
+Promises:
+- a move that a unit's state does not allow raises with its name, and the model trains on; no other thread ends a
+  forward, or comes in while one begins
 """
 
 import pytest

@@ -1,4 +1,24 @@
-"""What happens when in a step: collectives, memory, order, shared modules, checkpoints, outputs, hooks."""
+"""What happens when in a step: collectives, memory, order, shared modules, checkpoints, outputs, hooks.
+
+Promises:
+- the order of collectives, for each strategy and prefetch, the same in every step; forward prefetch delays no
+  reduction: `test_the_order_of_collectives`
+- which units are full after each phase; none after backward; a deleted model's memory goes at once:
+  `test_who_is_full_when`
+- a unit that is called twice is reduced once; skipped units, unused outputs, frozen units, units that are frozen
+  later: `test_units_used_unevenly`
+- activation checkpointing inside, around and in parts, reentrant and not, without a second gather in backward:
+  `test_activation_checkpointing`
+- outputs of any nesting and class, with no tensor too; a backward from hidden ones to freed parameters names the
+  class: `test_outputs_of_any_kind`
+- `no_sync` reduces nothing and gathers as always: `test_the_order_of_collectives`
+- communication hooks see the padded gradient and do the averaging; hooks that compress: `test_communication_hooks`,
+  `test_fsdp_every_strategy.py::test_corners`
+- the scaler: inf or NaN on one rank and all skip, the scale halves and grows: `test_the_gradient_scaler`,
+  `test_fsdp_every_strategy.py::test_corners_of_each_strategy`
+- where torch 2.13 goes wrong: an output inside a private class: a message about storage: `test_outputs_of_any_kind`
+- where torch 2.13 goes wrong: forward prefetch delays reductions by a unit: `test_the_order_of_collectives`
+"""
 
 import contextlib
 import copy

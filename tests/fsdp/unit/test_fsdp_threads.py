@@ -1,4 +1,9 @@
-"""Two threads in one model, backwards that end in an exception, graphs that outlive their model: right, or refused."""
+"""Two threads in one model, backwards that end in an exception, graphs that outlive their model: right, or refused.
+
+Promises:
+- a second thread in a model is refused and changes nothing; a backward after one that raised; graphs that outlive
+  their model; a recursive unit's inner exception
+"""
 
 import gc
 import os

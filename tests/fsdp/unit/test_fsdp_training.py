@@ -1,4 +1,16 @@
-"""Training on the runtime is training unsharded: parameters and gradients, bit for bit at two ranks in fp32."""
+"""Training on the runtime is training unsharded: parameters and gradients, bit for bit at two ranks in fp32.
+
+Promises:
+- steps of SGD and Adam are those of the unsharded module: strategies, prefetch, forward prefetch, `use_orig_params`:
+  `test_five_steps_equal_the_unsharded_module`,
+  `test_equality.py::test_two_ranks_train_bit_for_bit_as_one_and_as_torch`
+- a forward without backward leaves nothing stale; several graphs, several backwards, retained graphs add up:
+  `test_graphs_that_outlive_a_pass`
+- micro-batches add up, in any mix of synced and `no_sync`: `test_micro_batches_add_up`
+- where torch 2.13 goes wrong: a forward without backward, then a step: old weights are used:
+  `test_graphs_that_outlive_a_pass`
+- where torch 2.13 goes wrong: a second backward over a graph finds freed storage: `test_graphs_that_outlive_a_pass`
+"""
 
 import copy
 import itertools

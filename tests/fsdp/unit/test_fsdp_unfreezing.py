@@ -1,4 +1,11 @@
-"""Freezing and unfreezing, also by hooks in the middle of a forward, where modules have views: as unsharded."""
+"""Freezing and unfreezing, also by hooks in the middle of a forward, where modules have views: as unsharded.
+
+Promises:
+- parameters that are frozen or unfrozen by a hook in the middle of a forward
+- weights in a forward carry nothing of ours into files, pickles and copies, in the drop-in too; `saved_tensors_hooks`
+  that write files: `test_weights_in_a_forward_carry_nothing_into_files_and_copies`,
+  `test_activations_saved_to_files_and_read_for_backward`
+"""
 
 import copy
 import io

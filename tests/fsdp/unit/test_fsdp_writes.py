@@ -2,6 +2,26 @@
 
 In forwards, between forward and backward, between steps, in summoned parameters, by assignment and in place. The
 oracle is the unsharded module that the same is done to.
+
+Promises:
+- data that a forward gives to a weight are trained on and kept; those that do not fit, and other Parameters, are
+  refused by name: `test_data_that_a_forward_gives_to_a_weight`
+- an optimizer's step, a load or a write between forward and backward is an error that names unit and parameter, where
+  a graph has saved the weights: `test_weights_written_between_forward_and_backward`
+- in a low precision only what was written changes: `test_data_given_in_forward_round_nothing_else`
+- in-place changes in evaluation are kept, those while gradients are recorded are an error of one step:
+  `test_weights_changed_in_place_in_evaluation`
+- what is assigned between steps, and in summon, is in state dicts, copies and pickles and is trained on; what cannot
+  be is named: `test_what_is_assigned_is_kept`
+- between forward and backward: autograd's error, `zero_grad()`, `.data` in place, replaced data:
+  `test_weights_written_between_forward_and_backward`
+- `functional_call` and `vmap` over it are refused with nothing changed: `test_functional_call_is_refused`
+- in a forward it works on an inner module, compiled too:
+  `test_functional_call_of_an_inner_module_in_a_forward_is_as_unsharded`,
+  `test_compile.py::test_functional_call_is_compiled_as_before_and_in_a_unit_as_unsharded`
+- averages copied through `.data` are used after `refresh()`, and after `eval()` and `train()`:
+  `test_averages_that_are_copied_into_weights`, `test_layer_zero_step.py::test_accumulators_and_freshness`
+  (`freshness`)
 """
 
 import copy

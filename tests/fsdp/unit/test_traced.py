@@ -1,4 +1,9 @@
-"""flatparam.traced: the runtime's numbers from one graph, with its collectives in it; whole states; refusals."""
+"""flatparam.traced: the runtime's numbers from one graph, with its collectives in it; whole states; refusals.
+
+Promises:
+- `flatparam.traced`: one graph with its collectives, which gathers again in backward, trains as the runtime; states;
+  clipping; what is refused
+"""
 
 import copy
 

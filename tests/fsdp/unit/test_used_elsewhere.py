@@ -2,6 +2,10 @@
 
 nn.MultiheadAttention reads the weight of its out_proj, which a policy over nn.Linear makes a unit. The oracle is the
 mean over the ranks of an unsharded module's gradients.
+
+Promises:
+- a weight that is used outside of its unit's forward is reduced with NO_SHARD, and named by the strategies that shard
+  it
 """
 
 import contextlib

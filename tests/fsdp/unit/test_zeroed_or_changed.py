@@ -2,6 +2,11 @@
 
 One rule for the runtime, its LayerZero strategies and the drop-in: csrc/tensor/fp_gradients.h has the table. The oracle
 is the mean over the ranks of an unsharded module's gradients.
+
+Promises:
+- between micro-batches, gradients that are zeros can be cleared, and are not taken for cleared where they are scaled;
+  a rank whose gradients are zeros does as the others; in the runtime, LayerZero and the drop-in:
+  `test_layer_zero_phases.py` (`clearing`)
 """
 
 import itertools

@@ -1,4 +1,8 @@
-"""What tools read of torch's class beside its API. The oracle is torch's class on the same model."""
+"""What tools read of torch's class beside its API. The oracle is torch's class on the same model.
+
+Promises:
+- what tools read of torch's class beside its API has the values that torch's has
+"""
 
 import copy
 import itertools

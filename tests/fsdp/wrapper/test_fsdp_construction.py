@@ -1,4 +1,31 @@
-"""Making units: policies, ignored state, meta modules, equal starts, grids of ranks, copies."""
+"""Making units: policies, ignored state, meta modules, equal starts, grids of ranks, copies.
+
+Promises:
+- each wrap policy gives the expected units, in both generations of its call; one may override settings; a module
+  under two names: `test_policies`
+- ignored modules and parameters keep names and shapes, have gradients of their rank alone, and are in no shard:
+  `test_ignored_states`, `test_fsdp_every_strategy.py::test_corners`
+- `sync_module_states` makes ranks that start apart equal to the first, on a line and on a grid of 4:
+  `test_how_it_starts`, `test_grids_of_ranks`
+- meta modules: `param_init_fn` once a module, the default way, a class without `reset_parameters` is named:
+  `test_how_it_starts`
+- hybrids on a grid of 2 by 2, by groups and by mesh; grids of one row or column; other strategies refuse a 2-D mesh:
+  `test_grids_of_ranks`, `test_what_a_grid_refuses`, `test_thin_grids_average_over_all_ranks`
+- CPU offload on a host with nothing else, accumulation of any kind: `test_how_it_starts`,
+  `test_fsdp_every_strategy.py::test_corners_of_each_strategy`
+- batch norm stays in fp32: `test_batch_norm_stays_in_full_precision`
+- a dtype set before or after the first forward; queries of a child change nothing; wrapping a used root; copies:
+  `test_copies_moves_and_replacements`
+- where torch 2.13 goes wrong: a hybrid of one column never reduces: `test_thin_grids_average_over_all_ranks`
+- where torch 2.13 goes wrong: a 2-D mesh with a strategy that is no hybrid reduces over one dimension:
+  `test_what_a_grid_refuses`
+- where torch 2.13 goes wrong: a parameter of two units is untied, or dies of its size:
+  `test_a_parameter_of_two_units`
+- where torch 2.13 goes wrong: a query of a child before the first forward makes it the root for good:
+  `test_copies_moves_and_replacements`
+- where torch 2.13 goes wrong: a module under two names is wrapped under one: `test_policies`
+- where torch 2.13 goes wrong: `.double()` after the first forward: `test_copies_moves_and_replacements`
+"""
 
 import copy
 import itertools

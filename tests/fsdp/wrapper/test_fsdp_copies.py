@@ -1,4 +1,8 @@
-"""Pickles and averaged copies of wrapped models train on as the model that was not copied, and as unsharded."""
+"""Pickles and averaged copies of wrapped models train on as the model that was not copied, and as unsharded.
+
+Promises:
+- pickles and averaged copies train on as the model that was copied
+"""
 
 import copy
 import io

@@ -1,4 +1,8 @@
-"""What goes into a wrapped module and comes out of it: containers and objects of any class, in any mode."""
+"""What goes into a wrapped module and comes out of it: containers and objects of any class, in any mode.
+
+Promises:
+- inputs in containers of any class; outputs that can be called; a first forward in inference mode
+"""
 
 import collections
 import copy

@@ -1,4 +1,8 @@
-"""Modules on the meta device get other objects as they are filled: ties and ignored parameters are what they were."""
+"""Modules on the meta device get other objects as they are filled: ties and ignored parameters are what they were.
+
+Promises:
+- a model on the meta device keeps its ties, and its ignored parameters with their values, however it is filled
+"""
 
 import pytest
 import torch

@@ -1,4 +1,8 @@
-"""Shards that leave their device for a while, as verl moves them. The oracle is the same training without that."""
+"""Shards that leave their device for a while, as verl moves them. The oracle is the same training without that.
+
+Promises:
+- shards and gradients are moved to the host and back by their handle, and their memory is free meanwhile
+"""
 
 import itertools
 

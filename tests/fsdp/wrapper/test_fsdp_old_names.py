@@ -1,4 +1,8 @@
-"""Names and argument orders of torch 1.12's wrapper that users still have: all but those of state dicts."""
+"""Names and argument orders of torch 1.12's wrapper that users still have: all but those of state dicts.
+
+Promises:
+- names of torch 1.12 and its order of arguments
+"""
 
 import inspect
 

@@ -1,6 +1,10 @@
 """Private names of torch's class that trainers read, set and call, on the runtime: the list of docs/integrations.md.
 
 The oracle is torch's class where it can do it, else the same training without it.
+
+Promises:
+- names inside of torch's class that trainers read, set and call do what they want of it, over the list of
+  docs/integrations.md; all others are errors that name a way out
 """
 
 import importlib

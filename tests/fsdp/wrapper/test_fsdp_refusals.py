@@ -1,4 +1,12 @@
-"""What may not be done is refused on every rank, in the types of both of torch's versions, and names the culprit."""
+"""What may not be done is refused on every rank, in the types of both of torch's versions, and names the culprit.
+
+Promises:
+- arguments that contradict are refused on every rank, naming the culprit; parameters that two units share:
+  `test_refusals`, `test_refusals_in_a_grid`, `test_fsdp_every_strategy.py::test_arguments_that_contradict`,
+  `test_fsdp_seen_by_users.py::test_wrong_calls`, `test_fsdp_construction.py::test_a_parameter_of_two_units`
+- calls at a wrong time, steps and forwards in summoned parameters, inputs on the meta device, shapes that change:
+  `test_refusals`
+"""
 
 import contextlib
 import copy

@@ -1,4 +1,8 @@
-"""What a call has refused goes with its model, at once: no frame keeps an error that has the frame itself."""
+"""What a call has refused goes with its model, at once: no frame keeps an error that has the frame itself.
+
+Promises:
+- what was refused, and the copies made for it, go at once with the model
+"""
 
 import contextlib
 import gc

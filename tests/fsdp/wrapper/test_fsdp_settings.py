@@ -1,4 +1,13 @@
-"""Settings and modules that are out of the ordinary: optimizers in backward, modules without a forward."""
+"""Settings and modules that are out of the ordinary: optimizers in backward, modules without a forward.
+
+Promises:
+- optimizers in backward step as those afterwards do; with `use_orig_params=False` they are refused:
+  `test_optimizers_in_backward`
+- full precision in evaluation, as the environment asks: `test_full_precision_in_evaluation`
+- the other switches of the environment leave collectives out, or have nothing to do:
+  `test_collectives_that_are_left_out`, `test_switches_that_have_nothing_to_do`
+- a strategy by name, classes as a policy, a policy that chooses nothing: taken, or told with the fix
+"""
 
 import copy
 import functools

@@ -1,4 +1,11 @@
-"""flatparam's class under torch's name: who gets it, what models of torch's class do meanwhile, and the way back."""
+"""flatparam's class under torch's name: who gets it, what models of torch's class do meanwhile, and the way back.
+
+Promises:
+- `install(runtime=True)`: every name of torch's class means ours, also in modules that imported it before and in
+  children; models of torch's class go on; the way back
+- a release of a trainer that was not tested is named where it is imported, and one that saves less than it should:
+  `integrations/test_peft.py`
+"""
 
 import ast
 import importlib

@@ -1,4 +1,9 @@
-"""Masters in fp32 of a model in 16 bits, as accelerate makes them. The oracle is torch's class, upcast alike."""
+"""Masters in fp32 of a model in 16 bits, as accelerate makes them. The oracle is torch's class, upcast alike.
+
+Promises:
+- a model in 16 bits whose masters are put in fp32 as accelerate does trains as on torch's class, bit for bit, in all
+  precisions
+"""
 
 import copy
 import itertools

@@ -1,4 +1,16 @@
-"""What users see of a model on the runtime: names, shapes, dtypes, state dicts, full parameters, errors."""
+"""What users see of a model on the runtime: names, shapes, dtypes, state dicts, full parameters, errors.
+
+Promises:
+- after an exception in forward or backward the next step is right: `test_exceptions`
+- clipping by norms 1, 2, 3, inf; on grids; unsharded units beside sharded ones; inf again and again with an empty
+  rank: `test_clipping`, `test_fsdp_construction.py::test_grids_of_ranks`, `test_fsdp_every_strategy.py::test_corners`
+- each field of the settings alone; inputs of nested units; buffers: `test_each_precision_setting`
+- names, shapes, types of parameters and gradients at every moment: `test_what_is_seen_when`
+- full parameters with each flag; `apply`; each rank keeps its own shard of what it wrote: `test_full_parameters`,
+  `test_fsdp_every_strategy.py::test_corners`
+- full state dicts and loading them, strict and not: `test_full_state_dicts`
+- where torch 2.13 goes wrong: full parameters of a CPU model, offloaded to the CPU: `test_full_parameters`
+"""
 
 import itertools
 import math

@@ -2,6 +2,10 @@
 
 With ``use_orig_params=True``, where modules have this rank's pieces of parameters; else they have freed tensors, which
 ``test_fsdp_storages.py`` is about. No processes: a fake group of two, as either rank.
+
+Promises:
+- parts of a sharded unit that are called by themselves, and layers' functions that are given a shard, are told which;
+  optimizers and loops over shards are as of any tensor
 """
 
 import copy

@@ -1,4 +1,12 @@
-"""Processes that end right after their last save."""
+"""Processes that end right after their last save.
+
+Promises:
+- the process with the store dies: the others say so at once, also in a save, a load and a constructor; no file but
+  one calls a store: `test_the_store_may_be_gone`, `test_structure.py::test_one_file_calls_stores`,
+  `test_structure.py::test_calls_of_the_board_are_guarded`
+- a write that fails names rank and file, on all ranks alike:
+  `test_a_write_that_fails_names_rank_and_file_on_all_ranks`
+"""
 
 import multiprocessing
 import os

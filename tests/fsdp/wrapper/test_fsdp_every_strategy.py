@@ -1,4 +1,19 @@
-"""Corners of the runtime: uneven worlds, arguments that contradict, hooks that compress, offload, dtypes sent."""
+"""Corners of the runtime: uneven worlds, arguments that contradict, hooks that compress, offload, dtypes sent.
+
+Promises:
+- a full state dict right after wrapping is the module's: every strategy, with and without `use_orig_params`, 2, 3 and
+  4 ranks: `test_any_number_of_ranks`
+- constant gradients average exactly at 2, 3 and 4 ranks; the two divisors of 1 to 64 ranks:
+  `test_any_number_of_ranks`, `test_what_a_gradient_is_divided_by`
+- dtypes sent; gradients, optimizer and state dict in fp32; equal to a module that casts by hand:
+  `test_corners_of_each_strategy`, `test_fsdp_seen_by_users.py::test_mixed_precision`,
+  `test_equality.py::test_two_ranks_train_bit_for_bit_as_one_and_as_torch`
+- where torch 2.13 goes wrong: clipping by inf remembers another step's maximum on a rank without gradients:
+  `test_corners`
+- where torch 2.13 goes wrong: offload without an accelerator; `deepcopy`; a part called outside of its unit:
+  `test_corners_of_each_strategy`, `test_fsdp_construction.py::test_copies_moves_and_replacements`,
+  `test_fsdp_seen_by_users.py::test_wrong_calls`
+"""
 
 import contextlib
 import itertools

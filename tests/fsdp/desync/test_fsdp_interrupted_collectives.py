@@ -2,6 +2,10 @@
 
 Where all ranks were kept from it they go on, and train as a model that nobody has interrupted. Where one has begun it
 all ranks are told so before collectives of different units meet.
+
+Promises:
+- an exception between a rank's coming to a collective and its beginning: all go on, or all are told that another one
+  has begun it
 """
 
 import contextlib
