@@ -8,10 +8,8 @@ from . import _build_check
 
 _build_check.check()
 
-from . import _C, _moved  # noqa: E402, F401  (a broken extension is an error of the import)
+from . import _C  # noqa: E402, F401  (a broken extension is an error of the import)
 from ._version import __version__ as __version__  # noqa: E402
-
-_moved.add()
 
 if TYPE_CHECKING:
     from ._api import *  # noqa: F403
@@ -29,7 +27,7 @@ __all__ += ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wr
 __all__ += ["size_based_auto_wrap_policy", "transformer_auto_wrap_policy"]
 __all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 
-_WITH_THEM = ("checkpoint", "copying", "fsdp", "handle", "layout", "traced")  # which need no import
+_WITH_THEM = ("checkpoint", "fsdp", "traced")  # which need no import
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,6 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     """Set the ``state`` of a new ``handle``, and put the original parameters into its modules, which are complete."""
     leave_out_of_graphs()
     flat_param = state["flat_param"]
-    handle._padded_to = state["_aligned_numel"]  # a pickle of 0.1.0 has no `_padded_to`
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
     note_owner(handle)
     vars(flat_param).clear()  # an optimizer's pickle may have set attributes

@@ -116,7 +116,7 @@ class Unit:
         """Make ``core`` for a copied or loaded unit, once all its modules exist: they get their pieces or views."""
         for flat_param in self.flat_params:
             flat_param.pin()
-            flat_param.clear_padding()  # a pickle of an older release has other values there
+            flat_param.clear_padding()  # NaN, where an optimizer stepped a gradient that was not finite
         self.make_core()
 
     def go_on(self) -> None:

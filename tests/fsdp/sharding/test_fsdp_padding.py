@@ -104,7 +104,7 @@ def test_padding_is_not_seen_in_norms_penalties_and_steps(strategy, uo):
 
 
 def spoilt(model, value):
-    """What may lie in padding: 42 of an older release, NaN of a step that was not finite."""
+    """Write ``value`` to all padding: torch's handle keeps 42 there, a step that was not finite leaves NaN."""
     for unit in FSDP.fsdp_modules(model):
         for flat_param in unit._unit.flat_params:
             mask = torch.ones(flat_param.layout.shard_numel, dtype=torch.bool)
