@@ -22,7 +22,7 @@ build:
 	@$(call ENVIRONMENT,build) $(BUILD) true
 
 demo:
-	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m flatparam demo $(ARGS)
+	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m examples.demo $(ARGS)
 
 test: MARKED = -m "not thorough"
 test test-all:
@@ -83,4 +83,4 @@ upstream:
 clean:
 	rm -rf build dist *.egg-info flatparam/_C.*.so flatparam/_build_info.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find flatparam tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find flatparam tests tools benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -6,7 +6,7 @@ from benchmarks import main
 from benchmarks.bench_train import launched, train_in_turn
 from benchmarks.contestants import BARE, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME
 from benchmarks.rows import Row, Table, Target
-from flatparam.demo.config import Config
+from examples.demo.config import Config
 
 NAMES = (BARE, OURS, OURS_FLAT, RUNTIME, FSDP1, FSDP1_FLAT, FSDP2)
 SIZES = Config(depth=12, width=64, context=32, batch=2)

@@ -7,7 +7,7 @@ from benchmarks import main
 from benchmarks.bench_train import BLOCK, launched, train_in_turn
 from benchmarks.contestants import AROUND, IN_UNITS, RUNTIME, TRACED
 from benchmarks.rows import Row, Table
-from flatparam.demo.config import Config
+from examples.demo.config import Config
 
 NAMES = (RUNTIME, IN_UNITS, AROUND, TRACED)
 CLOSE = 1e-3  # of the losses of the first block: inductor's kernels round otherwise, and training makes more of it

@@ -14,7 +14,7 @@ from benchmarks import main, training
 from benchmarks.contestants import DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
 from benchmarks.measuring import turned
 from benchmarks.rows import Row, Table, Target
-from flatparam.demo.config import Config
+from examples.demo.config import Config
 
 NAMES = (OURS, OURS_FLAT, RUNTIME, REPLICATED, ZERO_1, FSDP1, FSDP1_FLAT, FSDP2, DDP)
 BLOCK = 4  # steps of one contestant before the next has its turn

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from flatparam.demo.config import Config
-from flatparam.demo.data import Corpus, load_text
-from flatparam.demo.model import GPT, Block, loss_of
+from examples.demo.config import Config
+from examples.demo.data import Corpus, load_text
+from examples.demo.model import GPT, Block, loss_of
 
 
 def build(config: Config, rank: int) -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, int], Any]]:

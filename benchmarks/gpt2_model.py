@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.utils import logging
 
-from flatparam.demo.config import Config
+from examples.demo.config import Config
 
 
 def build(config: Config, rank: int) -> tuple[nn.Module, type[nn.Module], Callable[[nn.Module, int], Any]]:

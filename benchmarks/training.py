@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory
 from benchmarks.contestants import CONTESTANTS, Wrapping
-from flatparam.demo.config import Config
+from examples.demo.config import Config
 
 PR_SET_PDEATHSIG = 1
 

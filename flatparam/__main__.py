@@ -13,7 +13,6 @@ COMMANDS = {
         "print strategies, units and micro-batches that fit in a rank's memory, by predicted step time",
     ),
     "checkpoint": ("flatparam.checkpoint.cli", "show, verify or export a checkpoint"),
-    "demo": ("flatparam.demo.cli", "train a small GPT unsharded, on torch FSDP1 and on flatparam, and compare"),
     "inspect": (
         "flatparam.inspect.cli",
         "print and draw a model's units, shards and bytes per rank, without processes",

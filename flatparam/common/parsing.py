@@ -36,5 +36,4 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=Formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        command = self.prog.split()[3]
-        self.exit(2, f"flatparam {command}: {message}; try --help\n")
+        self.exit(2, f"{' '.join(self.prog.split()[2:4])}: {message}; try --help\n")

@@ -20,7 +20,6 @@ from torch.distributed._functional_collectives import is_torchdynamo_compiling
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import _init_utils, _optim_utils
 from torch.distributed.fsdp._common_utils import (
     TrainingState,

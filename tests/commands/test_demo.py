@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flatparam.__main__
-from flatparam.demo import (
+from examples.demo import (
     checkpoint,
     cli,
     config,
@@ -332,7 +332,7 @@ def test_device_and_peak_are_named(device, name, peak, tmp_path, monkeypatch):
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as stopped:
-        flatparam.__main__.main(["demo", "--help"])
+        cli.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     options = (
@@ -380,7 +380,7 @@ def test_a_bad_option_is_refused_in_one_line_before_a_process_starts(arguments, 
     assert status == 2
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert captured.err.startswith("flatparam demo: ")
+    assert captured.err.startswith("examples.demo: ")
     assert says in captured.err
 
 
@@ -390,7 +390,7 @@ def test_an_unknown_command_is_refused_in_one_line(arguments, says, capsys):
     printed = capsys.readouterr()
     assert (status, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert says in printed.err
-    assert "demo" in printed.err
+    assert "inspect" in printed.err
 
 
 def test_quick_changes_defaults_but_not_what_is_given():

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import flatparam.checkpoint
-from flatparam.demo import cli, data, model
+from examples.demo import cli, data, model
 
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = [sys.executable, "-m", "flatparam", "demo"]
+DEMO = [sys.executable, "-m", "examples.demo"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

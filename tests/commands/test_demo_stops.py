@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import flatparam.checkpoint
-from flatparam.demo import checkpoint, cli, messages, processes
+from examples.demo import checkpoint, cli, messages, processes
 
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = [sys.executable, "-m", "flatparam", "demo"]
+DEMO = [sys.executable, "-m", "examples.demo"]
 
 
 def wait_until(condition, seconds):
@@ -102,7 +102,7 @@ def test_a_killed_process_ends_all(endless, which, name):
     process, children, out = endless
     os.kill(children[which], signal.SIGKILL)
     all_end(process, children)
-    assert process.stderr.read() == f"flatparam demo: {name} was killed by SIGKILL; all processes ended\n"
+    assert process.stderr.read() == f"examples.demo: {name} was killed by SIGKILL; all processes ended\n"
     assert list(out.with_name("scratch").iterdir()) == []
     assert process.wait() == 1
     leaves_nothing_broken(out)
@@ -115,7 +115,7 @@ def test_a_signal_to_the_parent_ends_all(endless, signum):
     process.send_signal(signum)
     process.send_signal(signum)  # an impatient user
     all_end(process, children)
-    assert process.stderr.read() == f"flatparam demo: stopped by {signum.name}; all processes ended\n"
+    assert process.stderr.read() == f"examples.demo: stopped by {signum.name}; all processes ended\n"
     assert list(out.with_name("scratch").iterdir()) == []
     assert process.wait() == 128 + signum
     leaves_nothing_broken(out)
@@ -155,7 +155,7 @@ def test_processes_that_wait_do_not_spin_and_one_that_hangs_is_named(tmp_path, m
 
 WRITE_FOR_EVER = """
 import sys, pathlib, torch
-from flatparam.demo import checkpoint
+from examples.demo import checkpoint
 for step in range(10**9):
     weights = torch.full((1_000_000,), float(step))
     checkpoint.write_atomically({"step": step, "model": {"w": weights}}, pathlib.Path(sys.argv[1]))

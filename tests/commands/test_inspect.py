@@ -348,7 +348,7 @@ def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_pat
 @pytest.mark.multiprocess
 def test_the_command_draws_the_demo(tmp_path):
     picture, plan = tmp_path / "plan.png", tmp_path / "plan.json"
-    arguments = ["flatparam.demo.model:default_model", "--wrap", "Block", "--strategy", "HYBRID_SHARD"]
+    arguments = ["examples.demo.model:default_model", "--wrap", "Block", "--strategy", "HYBRID_SHARD"]
     arguments += ["--world-size", "5000", "--shard-size", "1000", "--png", str(picture), "--json", str(plan)]
     done = subprocess.run(
         [sys.executable, "-m", "flatparam", "inspect", *arguments],

@@ -169,10 +169,10 @@ def test_a_lone_rank_has_its_part_of_collectives():
 
 @pytest.mark.thorough
 def test_the_demo_says_that_there_are_not_enough_gpus(tmp_path):
-    command = [sys.executable, "-m", "flatparam", "demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "flatparam demo: --device cuda takes a GPU for each of 2 ranks, there are 0\n"
+    assert done.stderr == "examples.demo: --device cuda takes a GPU for each of 2 ranks, there are 0\n"
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")

@@ -123,7 +123,7 @@ def copy_of_the_project(target):
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", *GUIDES):
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, target / name)
-    for name in ("docs", "tests", "tools", "benchmarks"):
+    for name in ("docs", "tests", "tools", "benchmarks", "examples"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     build(target, "--strict")
@@ -433,6 +433,7 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     wanted = {str(path.relative_to(project)) for path in (project / "csrc").rglob("*") if path.is_file()}
     wanted |= {str(path.relative_to(project)) for path in (project / "tests").rglob("*") if path.is_file()}
     wanted |= {str(path.relative_to(project)) for path in (project / "docs").rglob("*") if path.is_file()} | {*GUIDES}
+    wanted |= {str(path.relative_to(project)) for path in (project / "examples").rglob("*.py")}
     wanted |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "flatparam/_C.pyi", "flatparam/py.typed"}
     assert wanted <= names
     assert not [name for name in names if name.endswith((".so", ".o", "_build_info.py"))]
@@ -442,9 +443,10 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     assert list((unpacked / "flatparam").glob("_C.*.so"))
 
 
-def test_an_installation_has_the_types_and_every_module(project, tmp_path):
+def test_an_installation_has_the_types_and_every_module_and_no_other_package(project, tmp_path):
     code, output = run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path), cwd=project)
     assert code == 0, output
     there = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "flatparam").rglob("*.py")}
     assert wanted | {"flatparam/py.typed", "flatparam/_C.pyi"} <= there
+    assert {name.split("/")[0] for name in there} == {"flatparam"}

@@ -78,7 +78,6 @@ def test_a_room_of_fsdp_imports_those_below_it():
 STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python
 NO_CALLS = {
     "flatparam.common.collectives": {"PrefixStore"},
-    "flatparam.demo.worker": {"FileStore"},
     "flatparam.common.pickling": {"pg_map"},  # for the names of backends
 }
 RAW = re.compile("_get_default_store|pg_map|getStore|(File|Hash|Prefix|TCP)Store")

@@ -7,9 +7,9 @@ import time
 import torch
 from torch import nn
 
-from flatparam.demo.config import Config
-from flatparam.demo.model import GPT, loss_of
-from flatparam.demo.train import Wrapper, shard
+from .config import Config
+from .model import GPT, loss_of
+from .train import Wrapper, shard
 
 
 class HostCost:

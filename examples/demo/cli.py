@@ -1,4 +1,4 @@
-"""``python -m flatparam demo``: options, the run, what is printed and written, the exit status."""
+"""``python -m examples.demo``: options, the run, what is printed and written, the exit status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 from flatparam.common.parsing import Parser
-from flatparam.demo.config import DEVICES, PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
-from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
+
+from .config import DEVICES, PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
+from .processes import DemoFailed, Stopped, Team, stop_on_signals
 
 DEFAULTS = Config()
 FILES = ("demo.png", "report.txt")
@@ -30,7 +31,7 @@ STRATEGY_HELP = (
 def parser(defaults: Config) -> Parser:
     """The options; what is not given is as in ``defaults``."""
     made = Parser(
-        prog="python -m flatparam demo",
+        prog="python -m examples.demo",
         description="Train a byte-level GPT on the language reference that CPython carries, three ways on the same "
         "batches: one unsharded process, torch FSDP1, flatparam. Compare losses, parameters, time and memory. Kill "
         "flatparam's processes in training, and go on from their last checkpoint. Exit status: 0 when every check "
@@ -80,9 +81,9 @@ def parse(arguments: list[str]) -> Config:
 
 def demo(config: Config) -> int:
     """Run the demo and print its report; returns 0 when every check holds."""
-    from flatparam.demo import plot
-    from flatparam.demo.experiment import run_experiment
-    from flatparam.demo.report import checks, report
+    from . import plot
+    from .experiment import run_experiment
+    from .report import checks, report
 
     start = time.monotonic()
     checkpoint, picture, text_file = (config.out / name for name in (config.checkpoint_name, *FILES))
@@ -127,5 +128,5 @@ def main(arguments: list[str]) -> int:
 
 def fail(message: str, status: int) -> int:
     """Print the one line that says why; returns ``status``."""
-    print(f"flatparam demo: {message}", file=sys.stderr)
+    print(f"examples.demo: {message}", file=sys.stderr)
     return status

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import flatparam.checkpoint
-from flatparam.demo.config import PARTIAL
+
+from .config import PARTIAL
 
 # No cpu_offload: of a model that is on the CPU already, torch's FSDP1 then returns views of memory that it frees.
 FULL = StateDictOptions(full_state_dict=True)

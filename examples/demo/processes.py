@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from flatparam.demo.config import Config
-from flatparam.demo.messages import RUNS, UNSHARDED, Role
+from .config import Config
+from .messages import RUNS, UNSHARDED, Role
 
-WORKER = "flatparam.demo.worker"
+WORKER = "examples.demo.worker"
 ANSWER_SECONDS = 300.0  # a command takes a few seconds; a process that says nothing for so long is stuck
 KILLED_AFTER_SECONDS = 0.3  # a command that kill() is to interrupt has begun by then
 BLAME_SECONDS = 1.0  # how long to look for a killed process behind another one's exception

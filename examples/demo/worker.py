@@ -1,6 +1,6 @@
 """One process of the demo: it does what the parent asks over a socket, and waits in a read in between.
 
-``python -m flatparam.demo.worker SOCKET PARENT``, started by ``processes``. It ends when the parent does: the kernel
+``python -m examples.demo.worker SOCKET PARENT``, started by ``processes``. It ends when the parent does: the kernel
 kills it, whatever it is doing.
 """
 
@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 
 import flatparam
-from flatparam.demo import checkpoint
-from flatparam.demo.config import Config
-from flatparam.demo.data import Corpus, load_text
-from flatparam.demo.hostcost import HostCost
-from flatparam.demo.memory import PeakMemory, optimizer_bytes, tensor_bytes
-from flatparam.demo.messages import FLATPARAM, UNSHARDED, Block, Difference, Facts, Memory, Role
-from flatparam.demo.model import GPT, generate
-from flatparam.demo.train import Sharded, Trainer, Unsharded, engine_of, wrapper_of
+
+from . import checkpoint
+from .config import Config
+from .data import Corpus, load_text
+from .hostcost import HostCost
+from .memory import PeakMemory, optimizer_bytes, tensor_bytes
+from .messages import FLATPARAM, UNSHARDED, Block, Difference, Facts, Memory, Role
+from .model import GPT, generate
+from .train import Sharded, Trainer, Unsharded, engine_of, wrapper_of
 
 PR_SET_PDEATHSIG = 1
 

@@ -7,7 +7,7 @@ from pydoc_data import topics
 import torch
 from torch import Tensor
 
-from flatparam.demo.config import Config
+from .config import Config
 
 VALIDATION_PART = 10  # one byte in ten, at the end of the text
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatparam.demo.config import Config
+from .config import Config
 
 
 class Block(nn.Module):
@@ -81,5 +81,5 @@ def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: flo
 
 
 def default_model() -> GPT:
-    """The model of the demo's default settings; ``python -m flatparam inspect flatparam.demo.model:default_model``."""
+    """The model of the demo's default settings; ``python -m flatparam inspect examples.demo.model:default_model``."""
     return GPT(Config())

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
-from flatparam.demo.config import STRATEGIES, Config
-from flatparam.demo.data import Corpus
-from flatparam.demo.messages import FLATPARAM
-from flatparam.demo.model import GPT, Block, loss_of
 
-from ..common.torch_private import DefaultState
+from .config import STRATEGIES, Config
+from .data import Corpus
+from .messages import FLATPARAM
+from .model import GPT, Block, loss_of
 
 MEMBERS = {name: name.upper().replace("-", "_") for name in STRATEGIES} | {"hybrid-shard-zero2": "_HYBRID_SHARD_ZERO2"}
 Wrapper = type[FullyShardedDataParallel] | type[flatparam.FullyShardedDataParallel]

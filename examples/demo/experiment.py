@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flatparam.demo.config import Config
-from flatparam.demo.messages import FLATPARAM, RUNS, TORCH, UNSHARDED, Block, Difference, Facts, Memory
-from flatparam.demo.processes import Team
+from .config import Config
+from .messages import FLATPARAM, RUNS, TORCH, UNSHARDED, Block, Difference, Facts, Memory
+from .processes import Team
 
 PROMPT = b"The "
 SAMPLE_BYTES = 400

@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flatparam.demo.config import PARTIAL, Config
-from flatparam.demo.experiment import Results, Run
-from flatparam.demo.messages import FLATPARAM, RUNS, TORCH, UNSHARDED
+from .config import PARTIAL, Config
+from .experiment import Results, Run
+from .messages import FLATPARAM, RUNS, TORCH, UNSHARDED
 
 COLOURS = dict(zip(RUNS, ("#b0b0b0", "#e08a1e", "#1f6fb4"), strict=True))
 CURVES = dict(zip(RUNS, ((5.0, "-"), (2.6, "-"), (1.0, "--")), strict=True))  # wide under narrow, so that all are seen

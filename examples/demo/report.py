@@ -6,9 +6,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from flatparam.demo.config import UNIFORM_LOSS, Config
-from flatparam.demo.experiment import Results, Run
-from flatparam.demo.messages import FLATPARAM, TORCH, UNSHARDED
+from .config import UNIFORM_LOSS, Config
+from .experiment import Results, Run
+from .messages import FLATPARAM, TORCH, UNSHARDED
 
 CLOSE = 0.05  # nats, where sums in another order keep sharded from equalling unsharded training bit for bit
 
