@@ -221,13 +221,13 @@ class HealthBoard:
     def around_wait(self, group: str, device: str, wait: Callable[[], object], /) -> None: ...
     def watch(
         self,
+        /,
         trace: CollectiveTrace,
         group: str,
         device: str,
         prefix: str,
         ranks: Iterable[SupportsIndex],
         interval: float,
-        /,
     ) -> bool: ...
 
 @final
@@ -282,7 +282,7 @@ class Unit:
     def __new__(
         cls,
         name: str,
-        flat_params: tuple[tuple[Any, ...], ...],
+        flat_params: tuple[object, ...],  # with the attributes of FlatParamSpec
         reshard_after_forward: bool,
         on_param_replaced: Callable[[], None],
         reason: str,

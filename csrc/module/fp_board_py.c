@@ -136,17 +136,21 @@ board_around(board_object *self, PyObject *args)
 }
 
 static PyObject *
-board_watch(board_object *self, PyObject *args)
+board_watch(board_object *self, PyObject *args, PyObject *kwargs)
 {
+    static char *keywords[] = {"trace", "group", "device", "prefix", "ranks", "interval", NULL};
     PyObject *object, *ranks;
     fp_watched watched;
     int64_t *numbers;
-    if (!PyArg_ParseTuple(args, "OsssOd:watch", &object, &watched.group, &watched.device, &watched.prefix, &ranks,
-                          &watched.interval)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsssOd:watch", keywords, &object, &watched.group, &watched.device,
+                                     &watched.prefix, &ranks, &watched.interval)) {
         return NULL;
     }
     fp_trace *trace = fp_trace_of(object);
-    if (trace == NULL || fp_as_int64_array(ranks, &numbers, &watched.n) < 0) {
+    if (trace == NULL) {
+        return NULL;
+    }
+    if (fp_as_int64_array(ranks, &numbers, &watched.n) < 0) {
         return NULL;
     }
     watched.ranks = numbers;
@@ -185,8 +189,8 @@ static PyMethodDef board_methods[] = {
     {"around_wait", FP_METHOD(board_around), METH_VARARGS,
      "around_wait($self, group, device, wait, /)\n--\n\n"
      "Call wait(), in which the current stream begins to wait for a collective that Python has begun over a group."},
-    {"watch", FP_METHOD(board_watch), METH_VARARGS,
-     "watch($self, trace, group, device, prefix, ranks, interval, /)\n--\n\n"
+    {"watch", FP_METHOD(board_watch), METH_VARARGS | METH_KEYWORDS,
+     "watch($self, /, trace, group, device, prefix, ranks, interval)\n--\n\n"
      "Look after the ranks of a group every interval seconds, without the GIL.\n\n"
      "True: they differ, or one is lost or comes to nothing that this rank waits for; trace is broken and the "
      "communicator aborted. False: the group was destroyed, or stop() was called."},

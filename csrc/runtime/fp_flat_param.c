@@ -1,9 +1,7 @@
-/* runtime/fp_flat_param.c -- one flat parameter: the attributes of its modules, .grad of its owners, its description from
- * Python; see fp_flat_param.h. */
+/* runtime/fp_flat_param.c -- one flat parameter: the attributes of its modules, .grad of its owners; see fp_flat_param.h. */
 #include "runtime/fp_flat_param.h"
 
 #include "core/fp_alloc.h"
-#include "python/fp_entries.h"
 #include "tensor/fp_shards.h"
 
 int64_t fp_flat_param_not_steppable;
@@ -319,16 +317,17 @@ clear_grads(fp_flat_param *flat_param)
 
 /* Show the reduced gradient that was put aside: the owners that had a piece of it get it as .grad. */
 static int
-show_saved(fp_flat_param *flat_param)
+show_deferred_reduced(fp_flat_param *flat_param)
 {
     PyObject *deferred_reduced = flat_param->deferred_reduced;
-    const fp_param_pieces owners = owners_of(flat_param);
+    if (deferred_reduced == NULL) {
+        return 0;
+    }
     flat_param->deferred_reduced = NULL;
+    const fp_param_pieces owners = owners_of(flat_param);
     const fp_reduced reduced = {.tensor = deferred_reduced, .divisor = 1.0, .dtype = -1};
-    const int status = deferred_reduced == NULL
-                           ? 0
-                           : fp_gradients_add_pieces(&owners, flat_param->in_deferred_reduced, &reduced, NULL);
-    Py_XDECREF(deferred_reduced);
+    const int status = fp_gradients_add_pieces(&owners, flat_param->in_deferred_reduced, &reduced, NULL);
+    Py_DECREF(deferred_reduced);
     return status;
 }
 
@@ -364,6 +363,35 @@ fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
     return i < owners.n ? -1 : 0;
 }
 
+/* Read the user's edits of the accumulated gradient that .grad shows. The number of owners that still have a part of it; -1:
+ * error; -2 - i: the edit of the i-th owner cannot count. */
+static Py_ssize_t
+read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
+{
+    if (fp_flat_param_check_grads(flat_param, name) < 0) {
+        return -1;
+    }
+    PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
+    if (accumulated == NULL) {
+        return -1;
+    }
+    const fp_param_pieces owners = owners_of(flat_param);
+    const fp_put_aside aside = {.tensor = &flat_param->deferred_reduced,
+                                .like = flat_param->shard,
+                                .has = flat_param->in_deferred_reduced,
+                                .frozen_share = flat_param->frozen_share};
+    Py_ssize_t left;
+    if (flat_param->outer_group == NULL) {
+        left = fp_gradients_check_accumulated(&owners, accumulated, aside, drops_zeros);
+    }
+    else {
+        left = fp_gradients_check_pieces(&owners, accumulated, aside, flat_param->accumulated_first, flat_param->own,
+                                         name, flat_param->cleared);
+    }
+    Py_DECREF(accumulated);
+    return left;
+}
+
 /* See fp_flat_param_note_user_edits() and fp_flat_param_sync_shown_grads(). */
 static int
 read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
@@ -371,32 +399,26 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    move_shown(flat_param, FP_SHOWN_READ, name);
-    PyObject *accumulated =
-        fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
-    const fp_param_pieces owners = owners_of(flat_param);
-    const fp_put_aside aside = {.tensor = &flat_param->deferred_reduced,
-                                .like = flat_param->shard,
-                                .has = flat_param->in_deferred_reduced,
-                                .frozen_share = flat_param->frozen_share};
-    const Py_ssize_t shown = accumulated == NULL ? -1
-                             : flat_param->outer_group == NULL
-                                 ? fp_gradients_check_accumulated(&owners, accumulated, aside, drops_zeros)
-                                 : fp_gradients_check_pieces(&owners, accumulated, aside, flat_param->accumulated_first,
-                                                             flat_param->own, name, flat_param->cleared);
-    Py_XDECREF(accumulated);
-    if (shown < -1) {
-        refuse_gradient(flat_param, -2 - shown, name, written_in_place);
+    if (move_shown(flat_param, FP_SHOWN_READ, name) < 0) {
+        return -1;
+    }
+    const Py_ssize_t left = read_edits(flat_param, name, drops_zeros);
+    if (left < -1) {
+        refuse_gradient(flat_param, -2 - left, name, written_in_place);
     }
     PyObject *error = PyErr_GetRaisedException(); /* set again below, once the refused gradients are dropped */
-    if (shown <= 0) {
+    if (left <= 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
-    const int status = clear_grads(flat_param) < 0 || show_saved(flat_param) < 0 ? -1 : 0;
-    if (shown < 0) {
-        PyErr_SetRaisedException(error);
+    int status = clear_grads(flat_param);
+    if (status == 0) {
+        status = show_deferred_reduced(flat_param);
     }
-    return shown < 0 ? -1 : status;
+    if (left < 0) {
+        PyErr_SetRaisedException(error); /* it hides an error of the two calls above */
+        return -1;
+    }
+    return status;
 }
 
 int
@@ -515,179 +537,12 @@ fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
     return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);
 }
 
-/* ---- from Python, and back ---- */
-
-/* Read None, or a tuple: the process group; the name under which torch registered it, or None; the name of a gloo group of
- * the same ranks for sums on the host, or None. */
-static int
-read_group(PyObject *object, fp_group **group)
-{
-    PyObject *process_group;
-    const char *name, *host_name;
-    if (object == Py_None) {
-        return 0;
-    }
-    if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected a group as (group, name or None, name or None), or None");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(object, "Ozz", &process_group, &name, &host_name)) {
-        return -1;
-    }
-    *group = fp_group_new(process_group, name, host_name);
-    return *group == NULL ? -1 : 0;
-}
-
-/* Fill owners and all arrays per owner. pieces: a tuple of (start, numel, in_rows), one per owner, in elements of the shard. */
-static int
-read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total, int64_t shard_numel)
-{
-    flat_param->owners =
-        flat_param->params != NULL ? Py_NewRef(flat_param->params) : PyTuple_Pack(1, flat_param->shard);
-    if (flat_param->owners == NULL) {
-        return -1;
-    }
-    const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
-    if (PyTuple_GET_SIZE(pieces) != n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
-        return -1;
-    }
-    flat_param->cleared = fp_new_array(n, 5);
-    flat_param->starts = flat_param->cleared == NULL ? NULL : fp_new_array(n, 2 * sizeof *flat_param->starts);
-    if (flat_param->starts == NULL) {
-        return -1;
-    }
-    flat_param->numels = flat_param->starts + n;
-    flat_param->in_deferred_reduced = flat_param->cleared + n;
-    flat_param->frozen_share = flat_param->in_deferred_reduced + n;
-    flat_param->receives = flat_param->frozen_share + n;
-    flat_param->in_rows = flat_param->receives + n;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        long long start, count;
-        int in_rows;
-        if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
-            PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel, in_rows)");
-            return -1;
-        }
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &in_rows)) {
-            return -1;
-        }
-        if (count > 0 && (start < 0 || count > shard_numel - start)) {
-            PyErr_Format(PyExc_ValueError, "expected pieces in a shard of %lld elements, got %lld from %lld on",
-                         (long long)shard_numel, count, start);
-            return -1;
-        }
-        flat_param->starts[i] = start;
-        flat_param->numels[i] = count;
-        flat_param->in_rows[i] = (char)in_rows;
-    }
-    if (flat_param->params == NULL) {
-        const fp_view view = {.offset = 0, .ndim = 1, .shape = &numel, .stride = NULL};
-        flat_param->owner_geometry = fp_torch_geometry_new(&view, 1, total);
-        return flat_param->owner_geometry == NULL ? -1 : 0;
-    }
-    flat_param->owner_geometry = flat_param->geometry;
-    return 0;
-}
-
-static int
-check_tensors(const fp_flat_param *flat_param)
-{
-    if (!fp_torch_is_plain(flat_param->shard) || fp_attributes_check(flat_param->shard, 1) < 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "expected the flat parameter to be a plain dense Parameter");
-        }
-        return -1;
-    }
-    if (flat_param->params != NULL && PyTuple_GET_SIZE(flat_param->params) != flat_param->n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", flat_param->n,
-                     PyTuple_GET_SIZE(flat_param->params));
-        return -1;
-    }
-    for (Py_ssize_t i = 0; flat_param->params != NULL && i < flat_param->n; i++) {
-        if (fp_attributes_check(PyTuple_GET_ITEM(flat_param->params, i), 1) < 0) {
-            return -1;
-        }
-        if (!fp_torch_is_plain(PyTuple_GET_ITEM(flat_param->params, i))) {
-            PyErr_Format(PyExc_TypeError, "parameter %zd is not a plain dense tensor", i);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-int
-fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
-{
-    PyObject *entries, *shared, *shard, *params, *pieces, *shard_group, *replicate_group, *param_group, *outer_group,
-        *extension, *dress;
-    long long numel, shard_numel;
-    fp_flat_buffer_options options = {0};
-    fp_flat_buffer_plan *plan = &options.plan;
-    if (!PyTuple_Check(tuple)) {
-        PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppOOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
-                          &shard, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
-                          &shard_group, &replicate_group, &plan->predivide, &plan->postdivide, &options.compute_dtype,
-                          &options.reduce_dtype, &plan->keep_reduce_dtype, &plan->stays_full, &plan->param_rank,
-                          &plan->param_shards, &param_group, &outer_group, &plan->offloads, &plan->full_precision,
-                          &options.device, &extension, &dress)) {
-        return -1;
-    }
-    if (params != Py_None && !PyTuple_Check(params)) {
-        PyErr_SetString(PyExc_TypeError, "expected the original parameters as a tuple, or None");
-        return -1;
-    }
-    if ((extension != Py_None && !PyCallable_Check(extension)) || (dress != Py_None && !PyCallable_Check(dress))) {
-        PyErr_SetString(PyExc_TypeError,
-                        "expected an extension that can be called, or None, and so what dresses views");
-        return -1;
-    }
-    if (plan->shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / plan->shards) {
-        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld", plan->shards,
-                     shard_numel);
-        return -1;
-    }
-    const int64_t total = plan->shards * (int64_t)shard_numel;
-    flat_param->shard = Py_NewRef(shard);
-    flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
-    flat_param->extension = extension == Py_None ? NULL : Py_NewRef(extension);
-    flat_param->dress = dress == Py_None ? NULL : Py_NewRef(dress);
-    flat_param->n = PyTuple_GET_SIZE(entries);
-    if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->geometry) < 0 ||
-        check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total, shard_numel) < 0 ||
-        read_group(shard_group, &flat_param->shard_group) < 0 ||
-        read_group(replicate_group, &flat_param->replicate_group) < 0 ||
-        read_group(param_group, &flat_param->param_group) < 0 ||
-        read_group(outer_group, &flat_param->outer_group) < 0) {
-        return -1;
-    }
-    plan->shard_numel = shard_numel;
-    plan->shard_group = flat_param->shard_group;
-    plan->replicate_group = flat_param->replicate_group;
-    plan->param_group = flat_param->param_group;
-    plan->outer_group = flat_param->outer_group;
-    options.geometry = flat_param->geometry;
-    flat_param->full_precision = plan->full_precision;
-    flat_param->versions = flat_param->synced = -1;
-    flat_param->shows = flat_param->params == NULL ? FP_SHOWS_NOTHING : FP_SHOWS_PARAMS;
-    flat_param->flat = fp_flat_buffer_new(&options);
-    if (flat_param->flat == NULL) {
-        return -1;
-    }
-    flat_param->is_sharded = plan->shards > 1;
-    flat_param->has_secondary_shard = flat_param->is_sharded && (plan->stays_full || flat_param->param_group != NULL);
-    flat_param->accumulated_first = plan->param_rank * (total / plan->param_shards);
-    flat_param->own = plan->rank * plan->shard_numel - flat_param->accumulated_first;
-    return 0;
-}
+/* ---- life ---- */
 
 void
 fp_flat_param_free(fp_flat_param *flat_param)
 {
-    move_shown(flat_param, FP_SHOWN_READ, "");
+    (void)move_shown(flat_param, FP_SHOWN_READ, ""); /* legal in each state; counts fp_flat_param_not_steppable */
     fp_attributes_clear(&flat_param->attributes);
     Py_CLEAR(flat_param->shard);
     Py_CLEAR(flat_param->params);

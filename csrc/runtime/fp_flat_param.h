@@ -94,9 +94,9 @@ fp_flat_param_stays_full(const fp_flat_param *flat_param)
 
 /* ---- life ---- */
 
-/* Fill zeroed memory from a tuple of Python; the format is that of PyArg_ParseTuple() in fp_flat_param.c. TypeError or
- * ValueError for a tuple that does not fit. The caller calls fp_flat_param_free() also after a failure. */
-int fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple);
+/* Fill zeroed memory from an object with the attributes of FlatParamSpec (flatparam/fsdp/sharding/flat_param.py). TypeError or
+ * ValueError for one that does not fit. The caller calls fp_flat_param_free() also after a failure. */
+int fp_flat_param_read(fp_flat_param *flat_param, PyObject *spec);
 void fp_flat_param_free(fp_flat_param *flat_param);
 int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
 

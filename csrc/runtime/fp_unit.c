@@ -548,7 +548,7 @@ static PyMemberDef unit_members[] = {
 static PyType_Slot unit_slots[] = {
     {Py_tp_doc, "Unit(name, flat_params, reshard_after_forward, on_param_replaced, reason)\n--\n\n"
                 "One unit: its flat parameters, and what happens to them in a forward and a backward.\n\n"
-                "flat_params: a tuple for each flat parameter (see fp_flat_param.c, fp_flat_param_read); "
+                "flat_params: a FlatParamSpec for each flat parameter; "
                 "on_param_replaced: called when "
                 "a parameter's data\n"
                 "is not where it was put; reason: what is said when freed data is used."},

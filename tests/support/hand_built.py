@@ -5,6 +5,7 @@ from torch import nn
 
 from flatparam import _C
 from flatparam.fsdp.desync import torch_collectives
+from flatparam.fsdp.sharding.flat_param import FlatParamSpec
 from flatparam.fsdp.sharding.pytrees import find_tensors
 
 
@@ -24,7 +25,7 @@ def part_of(module, **changes):
     fields = {
         "entries": ((module, "weight", (2, 3), None, 0), (module, "bias", (2,), None, 6)),
         "shared": (),
-        "master": flat,
+        "shard": flat,
         "params": None,
         "pieces": ((0, 8, False),),
         "numel": 8,
@@ -33,11 +34,11 @@ def part_of(module, **changes):
         "shards": 1,
         "shard_group": None,
         "replicate_group": None,
-        "before": 1.0,
-        "after": 1.0,
-        "compute": None,
-        "reduce": None,
-        "keep": False,
+        "predivide": 1.0,
+        "postdivide": 1.0,
+        "compute_dtype": None,
+        "reduce_dtype": None,
+        "keep_reduce_dtype": False,
         "stays_full": False,
         "param_rank": 0,
         "param_shards": 1,
@@ -49,7 +50,7 @@ def part_of(module, **changes):
         "extension": None,
         "dress": None,
     }
-    return tuple({**fields, **changes}.values())
+    return FlatParamSpec(**{**fields, **changes})
 
 
 def step_of(*parts, **changes):

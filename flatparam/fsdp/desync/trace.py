@@ -136,7 +136,14 @@ class GroupTrace:
         """
         found = False
         try:
-            found = board.watch(self.core, name, self._device, prefix, self._ranks, _WATCHING)
+            found = board.watch(
+                trace=self.core,
+                group=name,
+                device=self._device,
+                prefix=prefix,
+                ranks=self._ranks,
+                interval=_WATCHING,
+            )
         except RuntimeError:  # the group is gone, or its backend cannot abort
             found = bool(self.core.broken)
         if found:  # print it: the process may end before its next collective, which would raise it

@@ -6,6 +6,7 @@ dicts, summons and clipping read and write the shard through it. It does not kno
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
 
-class FlatParamSpec(NamedTuple):
-    """The description of one flat parameter for ``_C.Unit``. C reads fields by position, in ``fp_flat_param_read``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlatParamSpec:
+    """The description of one flat parameter for ``_C.Unit``. C reads the fields by name: fp_flat_param_spec.c."""
 
     entries: tuple[tuple[Any, ...], ...]  # (module, name, shape, strides if not contiguous, offset) of each original
     shared: tuple[tuple[nn.Module, str, int], ...]  # further names of originals: (module, name, index in entries)
@@ -282,13 +284,13 @@ class FlatParam:
             postdivide=postdivide,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self._reduce_dtype,
-            keep_reduce_dtype=options.mixed_precision.keep_low_precision_grads,
+            keep_reduce_dtype=bool(options.mixed_precision.keep_low_precision_grads),
             stays_full=placement.stays_full,
             param_rank=placement.param_rank,
             param_shards=placement.param_shards,
             param_group=describe_group(placement.param) if placement.has_secondary_shard else None,
             outer_group=describe_group(placement.outer),
-            offloads=options.offload_grads,
+            offloads=bool(options.offload_grads),
             full_precision=placement.full_precision,
             device=options.device,
             extension=Extended([item.form for item in self.originals]) if self.has_forms else None,

@@ -1,9 +1,11 @@
 """_C.Root and _C.Unit by themselves: what they refuse, that nothing leaks, that each allocation may fail."""
 
+import dataclasses
 import functools
 import gc
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from benchmarks.c_testing import _C_testing
 from flatparam import _C, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp.sharding.flat_param import FlatParamSpec
 
 BAD_PARTS = [
     ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), None),)}, TypeError),
@@ -28,8 +31,8 @@ BAD_PARTS = [
     ({"shared": ((nn.Linear(1, 1), "weight", 2),)}, ValueError),
     ({"shared": ((nn.Linear(1, 1), "weight", -1),)}, ValueError),
     ({"shared": (3,)}, TypeError),
-    ({"master": torch.ones(8)}, TypeError),
-    ({"master": None}, TypeError),
+    ({"shard": torch.ones(8)}, TypeError),
+    ({"shard": None}, TypeError),
     ({"params": 3}, TypeError),
     ({"params": (nn.Parameter(torch.ones(1)),)}, ValueError),
     ({"params": (nn.Parameter(torch.ones(1)), 3)}, TypeError),
@@ -58,10 +61,12 @@ BAD_PARTS = [
     ({"extension": 3}, TypeError),
     ({"dress": 3}, TypeError),
     ({"outer_group": ("group", None, None)}, ValueError),
-    ({"compute": "bfloat16"}, TypeError),
-    ({"reduce": 3}, TypeError),
-    ({"compute": torch.quint8}, TypeError),
-    ({"reduce": torch.int32}, TypeError),
+    ({"compute_dtype": "bfloat16"}, TypeError),
+    ({"reduce_dtype": 3}, TypeError),
+    ({"compute_dtype": torch.quint8}, TypeError),
+    ({"reduce_dtype": torch.int32}, TypeError),
+    ({"rank": 2**31}, TypeError),
+    ({"numel": 2**64}, TypeError),
 ]
 
 
@@ -71,6 +76,21 @@ def test_parts_that_are_refused(change, error):
     with pytest.raises(error):
         step_of(part_of(module, **change))
     assert type(module.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(FlatParamSpec)])
+def test_each_field_of_a_specification_is_read_by_its_name(name):
+    fields = vars(part_of(module_with()))
+    in_another_order = types.SimpleNamespace(**dict(reversed(fields.items())))
+    assert step_of(in_another_order).views() == [None]
+    delattr(in_another_order, name)
+    with pytest.raises(TypeError, match=f"expected an object with the attribute `{name}`, got types.SimpleNamespace"):
+        step_of(in_another_order)
+    setattr(in_another_order, name, nn.Linear)
+    checked_by_torch = ("shard", "compute_dtype", "reduce_dtype", "device", "extension", "dress")
+    if name not in checked_by_torch:
+        with pytest.raises(TypeError, match=f"expected `{name}` to be .*, got type"):
+            step_of(in_another_order)
 
 
 def test_steps_and_runs_that_are_refused():
@@ -134,11 +154,11 @@ def test_an_extension_gives_what_modules_have():
         assert len(extension.given) == before + number  # anew in each forward
         assert module.weight is extension.given[-1][0]
         step.post_forward(module.weight.sum()).backward()
-        assert part[2].grad.tolist() == [2.0 * number] * 6 + [0.0] * 2
+        assert part.shard.grad.tolist() == [2.0 * number] * 6 + [0.0] * 2
     assert step.views() == [extension.given[-1]]
     refused = extension.refused
     with torch.no_grad():
-        part[2].add_(1)
+        part.shard.add_(1)
     step.pre_forward()
     assert extension.refused > refused  # graphs of the values before
 
@@ -165,7 +185,7 @@ def test_views_are_dressed_once_when_they_are_made():
         assert type(module.weight) is Weight
         assert module.weight is given[-1][0]
         step.post_forward(module.weight.as_subclass(torch.Tensor).sum()).backward()
-        assert part[2].grad.tolist() == [float(number)] * 6 + [0.0] * 2
+        assert part.shard.grad.tolist() == [float(number)] * 6 + [0.0] * 2
     assert len(given) == 1
 
 
@@ -193,7 +213,7 @@ def test_extensions_that_are_refused(gives):
 def test_a_step_by_hand():
     module = module_with()
     part = part_of(module)
-    flat = part[2]
+    flat = part.shard
     step, run = step_of(part), run_of()
     step.make_views()
     step.join(run)
