@@ -5,7 +5,6 @@ Promises:
 """
 
 import itertools
-import re
 
 import equality
 import pytest
@@ -58,12 +57,3 @@ def test_the_document_has_these_cases():
             cells = [cell.strip("| ") for cell in line.split(" | ")]
             width = len(cells) - 4 // ranks
             assert any(cells[:width] == found[:width] for found in lines) or line.startswith("|---"), line
-
-
-def test_the_promises_name_tests_that_are_there():
-    folder = equality.DOCS.parents[1] / "tests"
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (folder / "README.md").read_text())
-    assert len(named) > 60
-    for file, test in named:
-        [path] = folder.rglob(file)
-        assert re.search(rf"^def {test}\(", path.read_text(), re.MULTILINE), (file, test)
