@@ -1,6 +1,7 @@
 """Putting flatparam under programs that know torch's FullyShardedDataParallel only."""
 
 from .dropin import install as handle
+from .fsdp.desync.liveness import watching_worlds
 from .fsdp.wrapper import substitute as wrapper
 
 
@@ -19,6 +20,7 @@ def install(runtime: bool = False) -> None:
     Raises: RuntimeError without ``runtime``, when torch's handle has a name that flatparam's lacks, does something else
         on a tiny module, or was changed: nothing is installed.
     """
+    watching_worlds.begin()
     if runtime:
         wrapper.install()
     else:
@@ -29,6 +31,7 @@ def uninstall() -> None:
     """Undo ``install()`` and ``install(runtime=True)``: models wrapped from now on are torch's again."""
     handle.uninstall()
     wrapper.uninstall()
+    watching_worlds.end()
 
 
 def is_installed(runtime: bool = False) -> bool:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...common.collectives import name_in_cpp
+from ...common.patches import Lifetime
 from ...common.torch_private import torch_flat_param
 from ..errors import OrderError, StoreGoneError
 from ..names import printable
@@ -165,6 +166,7 @@ def _made(world: dist.ProcessGroup) -> HealthBoard | None:
         store_of_world().value_at("flatparam")  # fails at once if the store is gone; a new connection tries for minutes
         with reaching():
             ours = HealthBoard(world, beat, own=True)
+            watching_worlds.hold(ours)
             ours.native.appear(_since)
         return ours
     except OrderError:
@@ -428,12 +430,13 @@ def _appear() -> None:
         _appeared()
 
 
-def _watch_worlds() -> None:
-    """Appear in each world of this process as soon as it is made. torch has no hook for that, so wrap its function."""
-    c10d: Any = dist.distributed_c10d
-    before = getattr(c10d, "_update_default_pg", None)
-    if before is None:  # this torch has no such function
-        return
+# From the import of this module, or install(), to uninstall(); and while a world has a board, or a model lives
+watching_worlds = Lifetime()
+
+
+@watching_worlds.replace("torch.distributed.distributed_c10d", "_update_default_pg")
+def _watch_worlds(before: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Appear in each world of this process as soon as it is made. torch has no hook for that."""
 
     @functools.wraps(before)
     def update(pg: Any) -> None:
@@ -442,10 +445,10 @@ def _watch_worlds() -> None:
             _finish()
             _since = time.time()
         before(pg)
-        if pg is not None:
+        if pg is not None and watching_worlds.is_in_force:
             _appear()
 
-    c10d._update_default_pg = update
+    return update
 
 
 def _is_fork() -> bool:
@@ -455,6 +458,6 @@ def _is_fork() -> bool:
     return True
 
 
-_watch_worlds()
+watching_worlds.begin()
 if dist.is_initialized() and not _is_fork():
     _appear()

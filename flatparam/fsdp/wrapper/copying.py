@@ -32,11 +32,12 @@ from .arguments import first_name
 _CLOSED = "_closed"  # key in a pickle: the sealed modules
 
 
-def watch_torch() -> None:
-    """Install all hooks and replaced functions that wrappers need. Call it before a wrapper is made or loaded.
+def watch_torch(wrapper: Wrapper) -> None:
+    """Install all hooks and replaced functions that wrappers need. Call it before ``wrapper`` is made or loaded.
 
     Raises: OrderError if the store of the process group cannot be reached.
     """
+    liveness.watching_worlds.hold(wrapper)
     optimizers.ask_before(refuse_step)
     optimizers.ask_before(check_before_step)
     optimizers.watch()
@@ -124,7 +125,7 @@ class Copies(Wrapper):
         return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        watch_torch()
+        watch_torch(self)
         own = state.pop(_CLOSED)
         vars(self).update(state)
         self._unit.come_alive()

@@ -130,7 +130,7 @@ class FullyShardedDataParallel(
     ):
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
         super().__init__()
-        watch_torch()
+        watch_torch(self)
         comparing = default_groups(process_group, device_mesh, placement)
         with telling(comparing):
             self._strategy = ShardingStrategy.of(sharding_strategy)
