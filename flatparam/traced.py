@@ -273,7 +273,7 @@ def load_full_state_dict(model: "TracedUnit", state: Mapping[str, Tensor]) -> No
 
 def _units(model: nn.Module) -> list[TracedUnit]:
     if not isinstance(model, TracedUnit):
-        raise TypeError(f"expected what shard() gave, before torch.compile, got a {type(model).__name__}")
+        raise TypeError(f"expected the model that shard() returned, before torch.compile, got a {type(model).__name__}")
     return [module for module in model.modules() if isinstance(module, TracedUnit)]
 
 
@@ -296,7 +296,7 @@ def _check(path: str, places: _Places) -> None:
             if getattr(param, kind) != getattr(first, kind):
                 raise ValueError(
                     f"expected all parameters of a unit to have one {kind}: `{first_fqn}` has {getattr(first, kind)}, "
-                    f"`{fqn}` {getattr(param, kind)}. Make one of them a unit of its own by auto_wrap_policy"
+                    f"`{fqn}` {getattr(param, kind)}. Put one of them into another unit by auto_wrap_policy"
                 )
     if params and not any(param.numel() for param in params.values()):
         raise ValueError(f"expected a parameter of a unit to have elements: all are empty, `{first_fqn}` is one")

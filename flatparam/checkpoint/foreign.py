@@ -60,8 +60,8 @@ def open_foreign(path: Path, trusted: bool) -> Source:
     if (path / METADATA).exists():
         if not trusted:
             raise CheckpointError(
-                f"{path / METADATA}: is a pickle, which can run anything when it is read: pass trusted=True if you "
-                "know who has made it, or save with torch's HuggingFaceStorageWriter"
+                f"{path / METADATA}: is a pickle, and reading a pickle can run any code: pass trusted=True if you "
+                "trust its author, or save with torch's HuggingFaceStorageWriter"
             )
         return Pickled(path)
     files = sorted(path.glob("*.safetensors"))

@@ -124,7 +124,8 @@ def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
         elif other is not None:
             raise CheckpointError(
                 f"`{name}`: the model's state_dict() has another value than the parameter or buffer of this name, by a "
-                "hook or an override: a checkpoint has what the model trains. Give the other under a name of its own"
+                "hook or an override. A checkpoint saves the value that the model trains: return the other value under "
+                "another name"
             )
         elif isinstance(value, Tensor):
             found.tensors[name] = _tensor(name, value)

@@ -52,7 +52,7 @@ class Named:
                 which = f"optimizer `{label}`" if isinstance(given, dict | list | tuple) else "optimizer="
                 raise CheckpointError(f"expected {which} to be an optimizer, got a {type(one).__name__}")
         if not optimizers:
-            raise CheckpointError("there is no optimizer in the list of them: pass None to have none saved or loaded")
+            raise CheckpointError("the list of optimizers is empty: pass None to save or load no optimizer")
         self.param_groups = [group for one in optimizers.values() for group in one.param_groups]
         self.labels = [label for label, one in optimizers.items() for _ in one.param_groups]
         self.classes = {label: class_of(one) for label, one in optimizers.items()}
@@ -74,8 +74,8 @@ class Named:
                 before, _ = self._optimizer_of.setdefault(id(param), (label, optimizers[label]))
                 if before != label:
                     raise CheckpointError(
-                        f"parameter `{name}` is in the optimizers `{before}` and in `{label}`: each has parameters of "
-                        "its own"
+                        f"parameter `{name}` is in two optimizers, `{before}` and `{label}`: a checkpoint takes a "
+                        "parameter in one optimizer only"
                     )
                 self.group_of[id(param)] = group
                 mine += self.held[id(param)]

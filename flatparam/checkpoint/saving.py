@@ -353,8 +353,8 @@ class _Saving:
         for (name, key), said in pieces.items():
             if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in boxes:
                 raise CheckpointError(
-                    f"the optimizer's `{key}` of `{name}` has the shape of the piece there on some ranks, and another "
-                    f"on rank {said[0][0]}: it cannot be told whether it has an element for each of the parameter"
+                    f"the optimizer's `{key}` of `{name}` has the shape of the piece on some ranks, and another shape "
+                    f"on rank {said[0][0]}. Expected the piece's shape on all ranks or on none"
                 )
             entry = _entry_of_pieces(name, key, said)
             if entry is not None:

@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
     if found is not None:
         launcher, order = found
         print(
-            f"flatparam run: {launcher} starts Python processes of its own, which flatparam would not be under. Put "
-            f"it first: {launcher} {order} flatparam run SCRIPT [ARGUMENT ...]",
+            f"flatparam run: {launcher} starts other Python processes, which would not use flatparam. Put {launcher} "
+            f"first: {launcher} {order} flatparam run SCRIPT [ARGUMENT ...]",
             file=sys.stderr,
         )
         return 2

@@ -99,7 +99,7 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
         if not is_dense(tensor) and _elements(tensor).unique().numel() < tensor.numel():
             raise ValueError(
                 f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "
-                f"strides {tensor.stride()}; make it a tensor of its own with .clone()"
+                f"strides {tensor.stride()}; copy it with .clone()"
             )
     open_spans: list[tuple[int, int]] = []  # (end, index) of the spans that end behind the start of the current one
     for start, stop, i in spans:
@@ -108,7 +108,7 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
             if _share_elements(tensors[other], tensors[i]):
                 raise ValueError(
                     f"parameters `{names[other]}` and `{names[i]}` overlap in memory without being one Parameter: "
-                    "give them memory of their own with .clone(), or register one Parameter under both names"
+                    "copy one of them with .clone(), or register one Parameter under both names"
                 )
         open_spans.append((stop, i))
 

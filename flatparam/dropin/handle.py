@@ -217,8 +217,8 @@ class FlatParamHandle(Flattening, Gathering):
         shard = getattr(tensor, "_local_shard", None)
         if shard is not None and same_storage(shard, tensor):
             raise RuntimeError(
-                "what summon_full_params() gathered is not there at its end: a forward inside of it has resharded it, "
-                "or reset_state() has ended it. Nothing is written back"
+                "the parameters that summon_full_params() gathered were freed before its end: a forward inside of it "
+                "has resharded them, or reset_state() has ended it. Nothing is written back"
             )
         chunks = in_storage_order(tensor).chunk(world_size)
         chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)

@@ -59,8 +59,8 @@ def install() -> None:
     missing = missing_names(torch_flat_param, flat_param)
     if missing:
         raise RuntimeError(
-            f"flatparam is not installed: torch {torch.__version__} has in {torch_flat_param.__name__} what flatparam "
-            f"does not know: {', '.join(missing)}. A newer flatparam may. If your own code added it, call "
+            f"flatparam is not installed: torch {torch.__version__} has names in {torch_flat_param.__name__} that "
+            f"flatparam lacks: {', '.join(missing)}. A newer flatparam may. If your own code added it, call "
             "flatparam.install() before that code"
         )
     otherwise = _differences()

@@ -266,8 +266,8 @@ def _warn_of_old_values(names: str) -> None:
     if not _told_of_old_values:
         _told_of_old_values.append(names)
         warnings.warn(
-            f"parameters in {names} were written between two forwards, of which the first has left them gathered: as "
-            "with torch's own handle, the second one computes with the values from before. After writing, on every "
+            f"parameters in {names} were written between two forwards, and the first forward left them gathered: as "
+            "with torch's handle, the second forward computes with the old values. After writing, on every "
             "rank, call `handle.reshard(True)` for all handles of model._all_handles, or use "
             "flatparam.install(runtime=True), which gathers in every forward",
             stacklevel=2,

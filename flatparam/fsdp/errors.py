@@ -21,7 +21,7 @@ class WritebackError(ValueError, NotImplementedError):
 def without_store(error: Exception) -> str:
     """Return the message of a StoreGoneError for an ``error`` of the store."""
     return (
-        "the store of the process group cannot be reached any more, so ranks cannot say what they do or why they end: "
-        "the process that has it, most often that of rank 0, has ended, with an error or before the others "
+        "the store of the process group cannot be reached any more, so ranks cannot tell each other their state: "
+        "the process that serves it, usually that of rank 0, has ended, with an error or before the others "
         f"({(str(error) or type(error).__name__).splitlines()[0]})"
     )

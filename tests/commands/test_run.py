@@ -365,7 +365,7 @@ def test_a_launcher_is_refused_with_what_was_meant(capsys, arguments, launcher, 
     status, printed = run_main(capsys, *arguments)
     assert status == 2
     assert printed.out == ""
-    assert f"flatparam run: {launcher} starts Python processes of its own" in printed.err
+    assert f"flatparam run: {launcher} starts other Python processes" in printed.err
     assert f"{launcher} {options} flatparam run SCRIPT" in printed.err
 
 

@@ -290,7 +290,9 @@ def not_installed():
 def test_install_refuses_a_name_that_we_lack(not_installed, monkeypatch):
     of_torch = torch_flat_param._same_storage
     monkeypatch.setattr(install.TORCH_HANDLE, "reshard_partly", of_torch, raising=False)
-    with pytest.raises(RuntimeError, match=r"not installed: torch .* does not know: FlatParamHandle\.reshard_partly\."):
+    with pytest.raises(
+        RuntimeError, match=r"not installed: torch .* that flatparam lacks: FlatParamHandle\.reshard_partly\."
+    ):
         flatparam.install()
     assert not flatparam.is_installed()
     assert torch_flat_param.FlatParamHandle is install.TORCH_HANDLE

@@ -187,8 +187,8 @@ def _refuse_those_in(shards: dict[int, str], given: list[tuple[str, Tensor]]) ->
         address = tensor.untyped_storage().data_ptr()
         if address in shards and address != 0:
             raise StateError(
-                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {shards[address]}, of which it "
-                f"would keep those of one rank for all. {STATES}"
+                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {shards[address]}, and it "
+                f"would save the shards of one rank for all ranks. {STATES}"
             )
 
 

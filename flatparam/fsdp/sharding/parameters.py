@@ -286,7 +286,7 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
             freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""
             mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
             raise ValueError(
-                f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; "
+                f"Cannot flatten {what}: it is {kind}, and a flat parameter would bypass its operations; "
                 f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
             )
         if param.requires_grad and not has_gradients(param.dtype):
@@ -309,14 +309,14 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
             holder = None if original.kept is None else original.kept.holder(original.param, original.names[0].module)
             if holder is not None:
                 raise ValueError(
-                    f"Cannot flatten {what}: `{holder}` has its memory, and is what its module computes with, whatever "
-                    "is sharded, gathered or loaded; ignore it (ignored_states)"
+                    f"Cannot flatten {what}: `{holder}` shares its memory, and its module computes with that, so "
+                    "neither a shard nor a load would reach the module; ignore it (ignored_states)"
                 )
             continue  # bytes have a separate flat parameter, so the dtype need not match
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(
                 f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
-                f"{param.dtype} ({what}); pass segments=True, or wrap them in units of their own"
+                f"{param.dtype} ({what}); pass segments=True, or wrap them in separate units"
             )
         if param.requires_grad != first.param.requires_grad and not options.segments and not options.use_orig_params:
             raise ValueError(

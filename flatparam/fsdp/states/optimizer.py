@@ -208,7 +208,7 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
             ours = [dist.get_rank()] if shared is None else dist.get_process_group_ranks(shared)
             if ranks != ours:
                 raise StateError(
-                    f"optimizer state of `{param.name}`, which is in a form of its own, {param.original.form}: rank "
+                    f"optimizer state of `{param.name}`, which is stored as {param.original.form}: rank "
                     f"{ranks[0]} has it for ranks {ours} at most, not for {ranks}. Load it on every rank "
                     "(rank0_only=False), or pass the group of those as group="
                 )

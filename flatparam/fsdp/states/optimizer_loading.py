@@ -104,7 +104,8 @@ def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     return (
         f"has nothing for {', '.join(lacking[:3])}{more}, and has `{having}` of the same parameter group: the "
-        "optimizer begins anew for these. It had no gradient before the state was taken, or the state is not whole"
+        "optimizer starts from no state for these. It had no gradient before the state was taken, or the state "
+        "is not whole"
     )
 
 

@@ -116,6 +116,6 @@ def _check(
             "them before the model is wrapped, in one unit"
         )
     raise ValueError(
-        f"parameter `{name}` was added to {where} after that was wrapped: each rank would train it on its own. Add it "
-        "before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
+        f"parameter `{name}` was added to {where} after that was wrapped, so each rank would train another copy. Add "
+        "it before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
     )

@@ -182,7 +182,7 @@ def refuse_forms(held: Iterable[LocalParam], what: str, instead: str) -> None:
     """Raises: ValueError naming a parameter of a unit that is a DTensor or has another ``Form``."""
     for one in held:
         if one.shard_slice is not None and one.original.form is not None:
-            raise ValueError(f"{what}: `{one.name}` is in a form of its own, {one.original.form}: {instead}")
+            raise ValueError(f"{what}: `{one.name}` is stored as {one.original.form}: {instead}")
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:

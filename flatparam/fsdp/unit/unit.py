@@ -194,8 +194,8 @@ class Unit:
         for fqn, (rank, other) in self.mismatched.items():
             return (
                 f"parameter `{fqn}` of {self.name} has other values on rank {rank} than on rank {other}: "
-                "each rank keeps a shard of its own, so the whole would be a mixture. Build the model from one "
-                "seed on all ranks, load one checkpoint after it was wrapped, or pass sync_module_states=True; "
+                "each rank keeps a shard of its values, so the full parameter would be a mixture. Build the model from "
+                "one seed on all ranks, load one checkpoint after it was wrapped, or pass sync_module_states=True; "
                 "check_values=False turns this comparison off"
             )
         return None
@@ -332,7 +332,7 @@ class Unit:
         now = found[0]
         if original.form is not None:
             raise ValueError(
-                f"{what} was replaced, which is in a form of its own, {original.form}: write to it inside "
+                f"{what} was replaced, and it is stored as {original.form}: write to it inside "
                 "summon_full_params(), or replace it before wrapping"
             )
         if not isinstance(now, nn.Parameter):

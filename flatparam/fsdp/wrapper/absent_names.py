@@ -12,7 +12,7 @@ from typing import Any
 from ...common.torch_private import TorchsFSDP, torch_flat_param
 
 _ELSE = "call flatparam.install() without runtime=True, which keeps torch's class and has it"
-_STREAMS = "the runtime has streams of its own, which need no waiting for; torch.accelerator has those of the device"
+_STREAMS = "the runtime waits for its streams itself; torch.accelerator has those of the device"
 _FACTORS = "model.placement.factors has them; to divide by others, register_comm_hook(), or scale the loss"
 _WHOLE = "use summon_full_params() to have whole parameters, and call the wrapped module to have them in a forward"
 _GRADS = "use summon_full_params(with_grads=True) to have whole gradients"

@@ -93,17 +93,17 @@ def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
         unit = owner_of(inner)
         if unit is not None:
             raise ValueError(
-                f"a {type(inner).__name__} in {type(module).__name__} is shared with {unit.name}, which has its "
-                "parameters: reached outside of that unit it would run without. Make it a unit of its own, or wrap "
-                "both places in one unit"
+                f"a {type(inner).__name__} in {type(module).__name__} is shared with {unit.name}, which shards its "
+                "parameters: called outside of that unit it would have no full parameters. Wrap it as a separate unit, "
+                "or wrap both places in one unit"
             )
         for name, param in inner._parameters.items():
             owner = None if param is None else owner_of_param(param)
             if owner is not None:
                 raise ValueError(
                     f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
-                    f"`{owner[1]}` of {owner[0].name}: each would train a copy of its own. Wrap both in one unit, "
-                    "or ignore the parameter"
+                    f"`{owner[1]}` of {owner[0].name}: each would train its copy. Wrap both in one unit, or "
+                    "ignore the parameter"
                 )
 
 

@@ -148,7 +148,7 @@ class FullyShardedDataParallel(
                 wrapped: Unit = vars(module)["_unit"]
                 raise ValueError(
                     f"the module is a FullyShardedDataParallel already, {wrapped.name} with {first_name(wrapped)}: "
-                    "wrap it once (its `.module` is what it has wrapped)"
+                    "wrap a module once (its `.module` is the wrapped module)"
                 )
             if backward_prefetch not in PREFETCH:
                 raise TypeError(

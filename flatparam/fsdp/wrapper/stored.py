@@ -132,8 +132,8 @@ def _exchange(unit: Unit, flat_param: FlatParam, data: Tensor) -> None:
     for param, _ in given:
         if param._use_count() > 1:
             raise StateError(
-                f"{unit.name}: a graph has `{flat_param.originals[0].fqn}` or one beside it, so their shard cannot be "
-                "moved to or from this device: drop what was computed of it first"
+                f"{unit.name}: a graph has saved `{flat_param.originals[0].fqn}` or another parameter of its shard, so "
+                "the shard cannot be moved to or from this device: delete the outputs of that graph first"
             )
     for param, value in given:
         torch._C._swap_tensor_impl(param, nn.Parameter(value, param.requires_grad))

@@ -152,8 +152,8 @@ def check_not_tied(
             if other is not unit:
                 raise ValueError(
                     f"parameter `{fqn}` of the unit of {type(unit).__name__} at `{at}` is shared with `{other_fqn}` of "
-                    f"the unit of {type(other).__name__} at `{other_at}`: each would train a copy of its own. Let the "
-                    "policy put both in one unit, or ignore the parameter"
+                    f"the unit of {type(other).__name__} at `{other_at}`: each would train its copy. Let the policy "
+                    "put both in one unit, or ignore the parameter"
                 )
         for name, child in module._modules.items():
             if child is not None and child not in ignored_modules:

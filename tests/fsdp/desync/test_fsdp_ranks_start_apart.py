@@ -248,7 +248,7 @@ def test_what_is_added_later(uo):
             for place, name in later:
                 for value in (nn.Parameter(torch.ones(2)), nn.Sequential(nn.Linear(2, 2))):
                     with pytest.raises(
-                        ValueError, match=rf"parameter `{name}.*added to a \w+ in the unit of \w+.* own"
+                        ValueError, match=rf"parameter `{name}.*added to a \w+ in the unit of \w+.* another copy"
                     ):
                         setattr(place, name, value)
                     assert not hasattr(place, name)
@@ -387,7 +387,9 @@ def test_what_would_lose_a_wrapped_model_is_refused(uo):
                 ValueError, match=r"the unit of \w+ would lose the values of parameter `[a-z.]+`.*defer_init"
             ):
                 moved()
-        with pytest.raises(ValueError, match=r"already, the unit of Model with parameter `first.weight`: wrap it once"):
+        with pytest.raises(
+            ValueError, match=r"already, the unit of Model with parameter `first.weight`: wrap a module once"
+        ):
             FSDP(model)
         model.to(torch.float64).to(torch.float32)
         assert all(torch.equal(value, before[name]) for name, value in full_params(model).items())

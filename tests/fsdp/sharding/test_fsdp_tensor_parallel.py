@@ -242,8 +242,8 @@ def refuse_states(mesh, orig):
     saved = model.state_dict()
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in saved.items()}
     raises(RuntimeError, "weight", model.load_state_dict, whole)
-    raises(RuntimeError, "`weight` is in a form of its own", load_safetensors, model, "/nowhere")
-    raises(RuntimeError, "`weight` is in a form of its own", checkpoint.save, "/nowhere", model)
+    raises(RuntimeError, "`weight` is stored as", load_safetensors, model, "/nowhere")
+    raises(RuntimeError, "`weight` is stored as", checkpoint.save, "/nowhere", model)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         rows = model.state_dict()
         rows["weight"] = rows["weight"].redistribute(placements=[Replicate(), Replicate()])

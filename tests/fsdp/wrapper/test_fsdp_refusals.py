@@ -220,7 +220,7 @@ def parameters():
     for uo in (False, True):  # accepted
         model = FSDP(copy.deepcopy(scalar), use_orig_params=uo)
         assert full_params(model)["one"].shape == ()
-    with refused("wrap it once", ValueError):
+    with refused("wrap a module once", ValueError):
         FSDP(FSDP(make()))
     with refused("FSDP applied but found blocks.0 in", ValueError):
         FSDP(wrap_blocks(make()).module, auto_wrap_policy=ModuleWrapPolicy({Block}))
