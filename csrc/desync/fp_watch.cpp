@@ -2,17 +2,15 @@
 //
 //   "broken"          a rank has declared the group broken
 //   "pending"         the index of the event that ranks ask about
-//   that index        "[rank, step, event, ..." of the rank that asks first
+//   that index        the report (core/fp_report.h) of the rank that asks first
 //   that index/kept   set if an exception has kept that rank from the event
-//   "trouble"         "[rank, step, text]" of a rank that has raised and lives on
+//   "trouble"         the report of a rank that has raised and lives on
 //   "told"            the trouble that this watch ends the wait for
 //   "absent"          "[ranks]" of the world that this watch has found absent
 #include "desync/fp_watch.h"
 
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -23,6 +21,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+extern "C" {
+#include "core/fp_report.h"
+}
 #include "tensor/fp_begun.hpp"
 #include "desync/fp_board.hpp"
 #include "tensor/fp_launch.hpp"
@@ -103,7 +104,7 @@ class Watch {
     bool differs()
     {
         const std::string pending = value_at(*store_, "pending");
-        uint64_t event, asked;
+        uint64_t event;
         int new_pass;
         if (pending.empty() || !fp_trace_at(trace_, std::stoll(pending), &event, &new_pass) ||
             event == FP_TRACE_MISSED) {
@@ -112,19 +113,21 @@ class Watch {
         if (!value_at(*store_, pending + "/kept").empty() && fp_trace_has_begun(trace_, std::stoll(pending))) {
             return true;
         }
-        const std::string post = value_at(*store_, pending); /* [rank, step, event, ... */
-        return std::sscanf(post.c_str(), "[%*d, %*d, %" SCNu64, &asked) == 1 &&
-               asked != event * 2 + static_cast<uint64_t>(new_pass);
+        const std::string said = value_at(*store_, pending);
+        fp_report asked;
+        return fp_report_read(said.c_str(), &asked) != 0 && asked.event != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
     // Whether another rank has raised in a pass and lives on, while the device has waited for 2 s in that pass or an earlier
     // one. Sets "told".
     bool is_told_of_trouble()
     {
-        const std::string said = value_at(*store_, "trouble"); /* [rank, step, text] */
-        int64_t rank, step;
-        if (std::sscanf(said.c_str(), "[%" SCNd64 ", %" SCNd64, &rank, &step) != 2 || rank == me_ ||
-            fp_trace_passes(trace_) > step || !kept_.has_waited(troubled_for)) {
+        const std::string said = value_at(*store_, "trouble");
+        fp_report trouble;
+        if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_) {
+            return false;
+        }
+        if (fp_trace_passes(trace_) > trouble.step || !kept_.has_waited(troubled_for)) {
             return false;
         }
         (void)store_->compareSet("told", "", said);

@@ -1,8 +1,9 @@
-/* module/fp_core_py.c -- wrapper of core/fp_boxes, and what a shard holds. */
+/* module/fp_core_py.c -- wrappers of core/fp_boxes and core/fp_report, and what a shard holds. */
 #include "module/fp_tables.h"
 
 #include "core/fp_alloc.h"
 #include "core/fp_boxes.h"
+#include "core/fp_report.h"
 
 /* Append to columns what each of fields says of parameter i, and to the one after them (first, last) of its info. */
 static int
@@ -112,6 +113,43 @@ done:
     return result;
 }
 
+static PyObject *
+write_report(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t rank, step, event;
+    if (fp_check_nargs("write_report", nargs, 4) < 0 || fp_as_int64(args[0], &rank) < 0 ||
+        fp_as_int64(args[1], &step) < 0 || fp_as_int64(args[2], &event) < 0) {
+        return NULL;
+    }
+    if (rank < 0 || step < 0 || event < 0) {
+        return PyErr_Format(PyExc_ValueError, "expected rank, step and event of at least 0");
+    }
+    PyObject *text = fp_as_text(args[3]);
+    if (text == NULL) {
+        return NULL;
+    }
+    PyObject *report =
+        PyUnicode_FromFormat("%lld %lld %lld %U", (long long)rank, (long long)step, (long long)event, text);
+    Py_DECREF(text);
+    return report;
+}
+
+static PyObject *
+read_report(PyObject *module, PyObject *said)
+{
+    fp_report report;
+    Py_ssize_t size;
+    const char *utf8 = PyUnicode_AsUTF8AndSize(said, &size);
+    if (utf8 == NULL) {
+        return NULL;
+    }
+    if (!fp_report_read(utf8, &report)) {
+        return PyErr_Format(PyExc_ValueError, "expected a text of write_report(), got %R", said);
+    }
+    return Py_BuildValue("LLKs#", (long long)report.rank, (long long)report.step, (unsigned long long)report.event,
+                         report.text, size - (report.text - utf8));
+}
+
 PyMethodDef fp_core_methods[] = {
     {"held", FP_METHOD(held), METH_FASTCALL,
      "held($module, infos, /, *fields)\n--\n\n(*values of fields, (first, last) elements) of the parameters that the "
@@ -119,5 +157,10 @@ PyMethodDef fp_core_methods[] = {
     {"boxes_of_range", FP_METHOD(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
+    {"write_report", FP_METHOD(write_report), METH_FASTCALL,
+     "write_report($module, rank, step, event, text, /)\n--\n\nThe text of a report for the store. read_report() gives "
+     "the four back; lone surrogates in text are escaped."},
+    {"read_report", read_report, METH_O,
+     "read_report($module, report, /)\n--\n\n(rank, step, event, text) of a text of write_report()."},
     {NULL, NULL, 0, NULL},
 };

@@ -41,7 +41,7 @@ _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike
 
 
 class CollectiveEvent(NamedTuple):
-    """One collective as a rank reports it; it goes through the store as JSON.
+    """One collective as a rank reports it. C writes and reads its text for the store: fp_report.h.
 
     ``event``: 2 * C's event id + (1 if the collective is the first of an iteration).
     """
@@ -54,6 +54,17 @@ class CollectiveEvent(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
+
+    def to_text(self) -> str:
+        """Return the text for the store."""
+        return _C.write_report(self.rank, self.step, self.event, f"{self.trained} {self.what}")
+
+    @classmethod
+    def from_text(cls, said: str) -> "CollectiveEvent":
+        """Return the event of a text of ``to_text``."""
+        rank, step, event, text = _C.read_report(said)
+        trained, _, what = text.partition(" ")
+        return cls(rank, step, event, what, trained)
 
 
 def encode(exchange: SetupCollective) -> int:

@@ -282,7 +282,7 @@ class GroupTrace:
 
     def _first(self, index: int, mine: CollectiveEvent) -> CollectiveEvent:
         """Return the report of the first rank that has asked about ``index``; ``mine`` if this is the first."""
-        return CollectiveEvent(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
+        return CollectiveEvent.from_text(self._store.compare_set(str(index), "", mine.to_text()))
 
     def _wait_for_all(self, index: int, mine: CollectiveEvent) -> None:
         self._point_at(index)
@@ -377,7 +377,7 @@ class GroupTrace:
         if self.core.has_begun(int(index)) and (kept := self._said(f"{index}/kept")):
             self._tell_kept(kept, mine)
         if said := self._said(index):
-            first = CollectiveEvent(*json.loads(said))
+            first = CollectiveEvent.from_text(said)
             if first.event != mine.event:
                 self._differ(first, mine)
 
@@ -483,7 +483,7 @@ class GroupTrace:
     def tell_trouble(self, text: str) -> None:
         """Post that the exception in ``text`` has ended a pass on this rank. The rank may come back."""
         if self._own_store is not None and not self._reason:
-            self._trouble = json.dumps([self._ranks[self._me], self.core.passes, text])
+            self._trouble = _C.write_report(self._ranks[self._me], self.core.passes, 0, text)
             with contextlib.suppress(StoreGoneError):
                 self._store.set("trouble", self._trouble)
 
@@ -495,14 +495,14 @@ class GroupTrace:
     def _raise_if_troubled(self, waited: float, mine: CollectiveEvent) -> None:
         """Raise if an exception has ended another rank's pass, and this rank is still in that pass after a while."""
         if waited > _TROUBLED_FOR and (said := self._said("trouble")):
-            rank, step, text = json.loads(said)
+            rank, step, _, text = _C.read_report(said)
             if rank != mine.rank and mine.step <= step:
                 self._break(text, "", absent=1)
 
     def _raise_if_told_of_trouble(self) -> None:
         """Raise the exception of another rank for which C aborted the communicator. That rank may be back already."""
         if said := self._said("told"):
-            self._break(json.loads(said)[2], "", absent=1)
+            self._break(_C.read_report(said)[3], "", absent=1)
 
     def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
         self._break(*difference(self.ids, first, mine))

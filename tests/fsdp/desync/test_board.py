@@ -13,6 +13,7 @@ from gloo import fake_world
 
 from flatparam import _C
 from flatparam.fsdp.desync import liveness
+from flatparam.fsdp.desync.events import CollectiveEvent
 
 ORDER = (lambda *args: None,) * 3
 
@@ -323,13 +324,26 @@ def test_a_watch_finds_a_rank_that_has_come_to_another_collective(watched):
     for event in (7, 8):
         watch.order.note(event, event == 7)
     store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
-    store.set("1", '[1, 0, 16, "rank 1 does the same", ""]')
+    store.set("1", _C.write_report(1, 0, 16, "rank 1 does the same"))
     store.set("pending", "1")
     of_both.wait_for_looks(2)
     assert not watch.order.broken
-    store.set("1", '[1, 0, 18, "rank 1 does another thing", ""]')
+    store.set("1", _C.write_report(1, 0, 18, "rank 1 does another thing"))
     assert watch.end() == [True]
     assert watch.order.broken
+
+
+def test_a_report_comes_through_the_store_as_it_was_written():
+    event = CollectiveEvent(3, 7, 2**63 - 3, "gathers `ü` \n 2 3 of it, in step 7", "0110")
+    assert CollectiveEvent.from_text(event.to_text()) == event
+    assert _C.read_report(_C.write_report(0, 0, 0, "a\0b")) == (0, 0, 0, "a\0b")
+    assert _C.read_report(_C.write_report(0, 0, 0, "name\udc80"))[3] == "name\\udc80"
+    for bad in ("", "1", "1 2 3", "[1, 2, 3]", "1 2 -3 x", "1 2 18446744073709551616 x", "9223372036854775808 0 0 x"):
+        with pytest.raises(ValueError, match="write_report"):
+            _C.read_report(bad)
+    for numbers in ((-1, 0, 0), (0, -1, 0), (0, 0, -1)):
+        with pytest.raises(ValueError, match="at least 0"):
+            _C.write_report(*numbers, "text")
 
 
 def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(watched):
