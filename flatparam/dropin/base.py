@@ -1,14 +1,17 @@
-"""The base of all parts of FlatParamHandle: attributes, properties, checks, messages, and the marks of fast paths.
+"""The base of FlatParamHandle: its attributes, checks and messages, and the marks of fast paths.
 
-The handle is one class in parts, each a base of the next: `post_backward.py`, `recovery.py`, this, `views.py`,
-`writeback.py`, `gradients.py`, `gathering.py`, and beside them `flatten.py`; `handle.py` joins them. torch's runtime
-drives it, in the thread of the forward or of autograd. Attributes and methods have torch's names: users replace them.
+The other modules hold functions whose first argument is a `Handle`: `post_backward.py`, `views.py`, `writeback.py`,
+`recovery.py`, `gradients.py`, `gathering.py`, `flatten.py`. Each imports those before it. `handle.py` gives them
+torch's names as methods. torch's runtime calls these, in the thread of the forward or of autograd. Users replace
+attributes and methods that have torch's names, so code of ours calls them through the handle, never by the function.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,20 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from ..common import optimizers
 from ..common.tensors import free, has_memory, same_storage
-from ..common.torch_private import HandleShardingStrategy, is_torchdynamo_compiling, torch_flat_param
-from .recovery import Interruptible
+from ..common.torch_private import (
+    _FLAT_PARAM_PADDING_VALUE,
+    HandleShardingStrategy,
+    HandleTrainingState,
+    is_torchdynamo_compiling,
+    torch_flat_param,
+)
+
+if TYPE_CHECKING:
+    TorchsNames = torch_flat_param.FlatParamHandle  # a Handle has all its methods, with its signatures: see handle.py
+else:
+    TorchsNames = object
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle  # before install() replaces it
@@ -71,7 +85,28 @@ _FREED_FOR_GRAPH = (
 _OTHER_MEMORY = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
-class HandleBase(Interruptible):
+class Driven:
+    """Attributes that torch's runtime sets on a handle: its places in orders of handles, and flags of prefetching."""
+
+    _handle_index: int | None = None
+    _pre_forward_order_index: int | None = None
+    _post_forward_index: int | None = None
+    _needs_pre_forward_unshard = False
+    _needs_pre_backward_unshard = False
+    _prefetched = False
+
+
+_uncounted = [0]  # the count for handles that no runtime has numbered
+
+
+class _Numbered(threading.local):
+    steps = _uncounted  # the count of the root whose handles this thread numbers now
+
+
+_numbered = _Numbered()
+
+
+class Handle(Driven, TorchsNames):
     """The attributes of torch's handle. Users may write them: they are read at each use, and never cached."""
 
     flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
@@ -105,15 +140,63 @@ class HandleBase(Interruptible):
     _use_full_prec_in_eval: bool
     _use_orig_params: bool
 
+    # Our own, in the order of the modules that use them
+
     _shard_seen: Tensor | None = None  # `_local_shard` at the last check
     _padded_to: int | None = None  # padding aligns parameters to so many elements; None: a user's layout
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
+
+    _accumulators: object = None  # nodes that accumulate the flat gradient: see `_C.note_accumulator`
+    _runtimes_hook: Callable[..., Any] | None = None  # from the last forward
+    # In a backward that does not reach the parameters: (node, hook, version of the gradient)
+    _kept_hook: tuple[Any, Callable[..., Any], int | None] | None = None
+
+    # Set by a user. Our own method is not stored: a bound method would be a reference cycle
+    _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = None
+
+    # Offloading: (gradient of earlier backwards, version of `_cpu_grad` that held it). torch keeps only the last
+    # gradient when gradients are accumulated outside of no_sync()
+    _offloaded_grad: tuple[Tensor, int] | None = None
+    _versions_left_by_backward: Sequence[int | None] = ()  # of gradients, after the last backward in no_sync()
+    _put_aside = False  # this backward has moved the earlier gradient aside
+
+    _state = HandleTrainingState.IDLE
+    steps = _uncounted  # [number of steps of optimizers that hold a parameter of the model]
+    _ran_pre_backward_hook: bool  # the runtime sets it, from the first forward on
+    _is_of_backward = False  # whether `_state` was set while autograd ran
+    _steps_seen = 0  # `steps` when the last forward began
+    _left_versions: int | None = None  # sum of the parameters' versions when a forward left them gathered
+    _left_values: tuple[Tensor, int] | None = None  # (sample of the shard then, forwards since)
+
+    _is_compared = False  # check_same_on_all_ranks() has run
+    _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
+    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())  # (tensor, its chunks), kept between gathers
+
+    _padding_value: float = _FLAT_PARAM_PADDING_VALUE
+    _shards_next = False  # see is_sharded_next()
+    _unflattened: Sequence[Tensor] | None = None  # until shard(): the originals, if the flat data are not written
+    _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names
 
     # Filled when the class is complete
     _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here
     _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # fast path -> methods that it does not call; see step_of()
 
     # torch's properties and methods
+
+    def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
+        self._aligns_addresses = align_addresses
+
+    @property
+    def _get_unflat_views(self) -> Callable[..., Iterable[Tensor]]:
+        """The function that unflattens. Users may set another one."""
+        if self._own_way_to_unflatten is not None:
+            return self._own_way_to_unflatten
+        own: Callable[..., Iterable[Tensor]] = self._get_unflat_views_unaligned
+        return self._get_unflat_views_aligned if self._aligns_addresses else own
+
+    @_get_unflat_views.setter
+    def _get_unflat_views(self, way: Callable[..., Iterable[Tensor]]) -> None:
+        self._own_way_to_unflatten = way
 
     uses_sharded_strategy: bool = TORCH_HANDLE.uses_sharded_strategy
     is_sharded = TORCH_HANDLE.is_sharded  # False before ``shard()`` and for NO_SHARD
@@ -129,6 +212,22 @@ class HandleBase(Interruptible):
     shared_param_module_names = TORCH_HANDLE.shared_param_module_names  # the same for further places of shared ones
     _init_param_reduce_dtypes = TORCH_HANDLE._init_param_reduce_dtypes
     __repr__ = TORCH_HANDLE.__repr__
+
+    @property
+    def _handle_index(self) -> int | None:
+        return vars(self).get("_handle_index")
+
+    @_handle_index.setter
+    def _handle_index(self, index: int | None) -> None:
+        """Store the index. All handles of a root, which the runtime numbers in a row, share one count of steps.
+
+        A count for each handle could differ between ranks: a rank without elements of a unit may leave its parameters
+        out of the optimizer.
+        """
+        if index == 0:
+            _numbered.steps = [0]
+            optimizers.note_change()
+        vars(self)["_handle_index"], self.steps = index, _numbered.steps
 
     def _layout_of(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout:
         """Return the layout of parameters of these sizes, not all 0. Padded if ``aligned_numel`` > 0."""
@@ -154,7 +253,7 @@ class HandleBase(Interruptible):
         found = ((getattr(self, name), self._own_methods[name]) for name in names)
         return any(getattr(method, "__func__", method) is not own for method, own in found)
 
-    def _keep_moved_shard(self: Any) -> None:
+    def _keep_moved_shard(self) -> None:
         """Follow the user who moved or converted the sharded flat parameter (``.to()``): update ``_local_shard``.
 
         torch keeps the old ``_local_shard``, and writes to the new memory are lost in the next forward. If the user has

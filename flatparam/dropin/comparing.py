@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from ..common.collectives import all_gather_beside
 from ..common.described import Described, digest_of_said, first_difference
+from .base import Handle
 
 _HALF = 16  # bytes of each of the two digests
 
 
-def check_same_on_all_ranks(handle: Any) -> None:
+def check_same_on_all_ranks(handle: Handle) -> None:
     """Compare ``handle`` over its group. A collective call of 32 bytes, not through ``torch.distributed``'s functions.
 
     If only the names differ, it warns: torch allows that, for example if ranks ignore other modules.
@@ -57,7 +58,7 @@ def _with_names_of(first: Described, other: Described) -> Described:
     return [*zip(names, (what for _, what in other), strict=False), *other[len(names) :]]
 
 
-def _warn_of_names(handle: Any) -> None:
+def _warn_of_names(handle: Handle) -> None:
     warnings.warn(
         handle._about(
             "the ranks have other names for parameters of the same shapes: the first of one rank is trained as the "
@@ -67,7 +68,7 @@ def _warn_of_names(handle: Any) -> None:
     )
 
 
-def _describe(handle: Any) -> Described:
+def _describe(handle: Handle) -> Described:
     flat_param = handle.flat_param
     settings = (
         f"{handle._sharding_strategy.name}, {handle.world_size} ranks, {handle._orig_param_dtype}, "

@@ -30,8 +30,10 @@ from ..common.torch_private import (
     _FreeEventQueue,
     leave_out_of_graphs,
 )
+from .base import Handle
 from .flatten import unit_of
-from .views import Views
+from .views import take_over_attributes
+from .writeback import as_piece, changed_params
 
 # Attributes that lazy initialization and later steps set on a wrapper, a handle and a flat parameter: a copy does not
 # take them. It takes all others (tests/support/copies.py lists them), also those that users have set.
@@ -54,17 +56,17 @@ _STEP_OF_FLAT_PARAM = (
 )
 _ATTRIBUTES = "attributes of flat_param"  # the key in a handle's state
 
-_owners: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # id of a flat parameter -> handle
+_owners: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()  # id of a flat parameter -> handle
 _reduce_parameter: Any = nn.Parameter.__reduce_ex__
 
 
-def note_owner(handle: Any) -> None:
+def note_owner(handle: Handle) -> None:
     """Register ``handle`` as the owner of ``handle.flat_param``: pickles of the flat parameter then ask it."""
     _owners[id(handle.flat_param)] = handle
     optimizers.note_change()
 
 
-def _handles_of(params: Iterable[Tensor]) -> list[Any]:
+def _handles_of(params: Iterable[Tensor]) -> list[Handle]:
     """Return the handles of ``params`` whose models the runtime has initialised."""
     ids = set(map(id, params))
     found = []
@@ -79,7 +81,7 @@ def _handles_of(params: Iterable[Tensor]) -> list[Any]:
 optimizers.find_handles(_handles_of)
 
 
-def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
+def deepcopy_handle(handle: Handle, memo: dict[int, Any]) -> Any:
     """Implement ``copy.deepcopy(handle)``. It copies the handle's modules too, unless ``memo`` has them."""
     check_idle(handle)
     _copy_tensors(handle, memo)
@@ -88,12 +90,12 @@ def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
     return result
 
 
-def reduce_handle(handle: Any, protocol: Any) -> tuple[Any, ...]:
+def reduce_handle(handle: Handle, protocol: Any) -> tuple[Any, ...]:
     """Implement ``pickle`` for a handle."""
     return _new, (type(handle),), _pickled(_state_of_handle(handle), [handle])
 
 
-def restore_handle(handle: Any, state: dict[str, Any]) -> None:
+def restore_handle(handle: Handle, state: dict[str, Any]) -> None:
     """Set the ``state`` of a new ``handle``, and put the original parameters into its modules, which are complete."""
     leave_out_of_graphs()
     flat_param = state["flat_param"]
@@ -110,7 +112,7 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     _show_parameters(handle)
 
 
-def check_idle(handle: Any) -> None:
+def check_idle(handle: Handle) -> None:
     """Raises: RuntimeError if ``handle`` is in a forward, a backward or summon_full_params()."""
     state = handle._training_state
     if state == HandleTrainingState.SUMMON_FULL_PARAMS:
@@ -125,7 +127,7 @@ def check_idle(handle: Any) -> None:
         )
 
 
-def _state_of_handle(handle: Any) -> dict[str, Any]:
+def _state_of_handle(handle: Handle) -> dict[str, Any]:
     flat_param = handle.flat_param
     state = {name: value for name, value in vars(handle).items() if name not in _STEP_OF_HANDLE}
     attributes = {name: value for name, value in vars(flat_param).items() if name not in _STEP_OF_FLAT_PARAM}
@@ -139,11 +141,11 @@ def _state_of_handle(handle: Any) -> dict[str, Any]:
     }
 
 
-def _is_ever_sharded(handle: Any) -> bool:
+def _is_ever_sharded(handle: Handle) -> bool:
     return hasattr(handle.flat_param, "_shard_param_infos")
 
 
-def _changed_params(handle: Any) -> Iterator[tuple[int, nn.Parameter]]:
+def _changed_params(handle: Handle) -> Iterator[tuple[int, nn.Parameter]]:
     """Yield ``(index, parameter)`` for original parameters that the user has replaced, or whose data he has replaced.
 
     The next forward would write them back into the shard.
@@ -153,7 +155,7 @@ def _changed_params(handle: Any) -> Iterator[tuple[int, nn.Parameter]]:
     flat_param = handle.flat_param
     if not _is_ever_sharded(handle):
         return
-    handle._changed(flat_param)  # gives parameters that lie elsewhere in the storage a copy
+    changed_params(handle, flat_param)  # gives parameters that lie elsewhere in the storage a copy
     for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
         current = getattr(info.module, info.param_name, None)
         replaced = current is not flat_param._params[i]
@@ -161,7 +163,7 @@ def _changed_params(handle: Any) -> Iterator[tuple[int, nn.Parameter]]:
             yield i, current
 
 
-def _current_params(handle: Any) -> list[nn.Parameter]:
+def _current_params(handle: Handle) -> list[nn.Parameter]:
     params = list(handle.flat_param._params)
     for i, param in _changed_params(handle):
         params[i] = param
@@ -170,7 +172,7 @@ def _current_params(handle: Any) -> list[nn.Parameter]:
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def _current_shard(handle: Any, copied: bool) -> Tensor:
+def _current_shard(handle: Handle, copied: bool) -> Tensor:
     """Return the shard with the user's replaced parameters. A copy, if ``copied`` or if a parameter was replaced."""
     flat_param = handle.flat_param
     unsharded = handle.uses_sharded_strategy and not handle.is_sharded(flat_param)
@@ -183,11 +185,11 @@ def _current_shard(handle: Any, copied: bool) -> Tensor:
     for i, param in changed:
         piece = flat_param._shard_param_infos[i]
         size = torch.Size([piece.numel_in_shard])
-        handle._writeback_tensor(handle._as_piece(param, i), result, i, size, piece.offset_in_shard, True)
+        handle._writeback_tensor(as_piece(handle, param, i), result, i, size, piece.offset_in_shard, True)
     return result
 
 
-def _stand_ins(handle: Any) -> Iterator[Tensor]:
+def _stand_ins(handle: Handle) -> Iterator[Tensor]:
     """Yield the views that the modules have in the places of original parameters."""
     for info in handle._all_infos:
         for values in (vars(info.module), info.module._parameters):
@@ -196,7 +198,7 @@ def _stand_ins(handle: Any) -> Iterator[Tensor]:
                 yield value
 
 
-def _orig_params(handle: Any) -> list[nn.Parameter]:
+def _orig_params(handle: Handle) -> list[nn.Parameter]:
     flat_param = handle.flat_param
     if flat_param._params is None:
         return []
@@ -204,7 +206,7 @@ def _orig_params(handle: Any) -> list[nn.Parameter]:
     return [param for param in params if type(param) is nn.Parameter]
 
 
-def _copy_tensors(handle: Any, memo: dict[int, Any]) -> None:
+def _copy_tensors(handle: Handle, memo: dict[int, Any]) -> None:
     """Put copies of the unit's tensors into ``memo``, so that deepcopy of a module does not copy them as they are."""
     flat_param = handle.flat_param
     copied = memo.get(id(flat_param))  # the copy of an optimizer that was copied first
@@ -221,11 +223,11 @@ def _copy_tensors(handle: Any, memo: dict[int, Any]) -> None:
 
 
 @torch.inference_mode(False)
-def _show_parameters(handle: Any) -> None:
+def _show_parameters(handle: Handle) -> None:
     """Put the original parameters, or freed views, into the modules, as between steps."""
     flat_param = handle.flat_param
     if not _is_ever_sharded(handle):
-        handle._take_over_attributes()
+        take_over_attributes(handle)
     elif handle._use_orig_params:
         handle._use_sharded_views()
     elif not handle.uses_sharded_strategy:
@@ -239,17 +241,17 @@ def _show_parameters(handle: Any) -> None:
         free(unsharded, handle._freed_reason)
 
 
-def _handles_in(module: nn.Module) -> list[Any]:
+def _handles_in(module: nn.Module) -> list[Handle]:
     units = TorchsFSDP.fsdp_modules(module)
-    return [unit._handle for unit in units if isinstance(unit._handle, Views)]
+    return [unit._handle for unit in units if isinstance(unit._handle, Handle)]
 
 
 def _is_ours(wrapper: Any) -> bool:
     """Whether the handle of ``wrapper`` is flatparam's; without a handle, whether all handles inside are."""
     if wrapper._handle is not None:
-        return isinstance(wrapper._handle, Views)
+        return isinstance(wrapper._handle, Handle)
     units = TorchsFSDP.fsdp_modules(wrapper)
-    return all(unit._handle is None or isinstance(unit._handle, Views) for unit in units)
+    return all(unit._handle is None or isinstance(unit._handle, Handle) for unit in units)
 
 
 def _state_of_wrapper(wrapper: Any) -> dict[str, Any]:
@@ -333,7 +335,7 @@ def _copied(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
         in_force.end()
 
 
-def _pickled(state: dict[str, Any], handles: Iterable[Any]) -> PickledState:
+def _pickled(state: dict[str, Any], handles: Iterable[Handle]) -> PickledState:
     """Return ``state`` for a pickle. While it lives, the tensors of ``handles`` are pickled in their own form."""
     forms: list[tuple[Tensor, Any]] = []
     modules: list[nn.Module] = []
@@ -346,5 +348,5 @@ def _pickled(state: dict[str, Any], handles: Iterable[Any]) -> PickledState:
     return pickled_state(state, forms, modules)
 
 
-def _form_of_flat_parameter(handle: Any) -> Any:
+def _form_of_flat_parameter(handle: Handle) -> Any:
     return pickling.as_flat_parameter(_current_shard(handle, copied=False), handle.flat_param.requires_grad)

@@ -1,9 +1,11 @@
-"""FlatParamHandle, which joins all parts: construction, sharding, and the metadata of shards.
+"""FlatParamHandle: torch's names for the functions of this package; construction, sharding, the metadata of shards.
 
 torch's FullyShardedDataParallel makes one handle for each unit, and its runtime drives it. `layer_zero` uses it too.
 """
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +30,11 @@ from ..common.torch_private import (
     logger,
     outside_of_transforms,
 )
-from . import copying
-from .base import STREAM, TORCH_HANDLE, step_of, steps_by_path
-from .flatten import Flattening, is_sharded_next
-from .gathering import Gathering
+from . import copying, flatten, gathering, gradients, recovery, views, writeback
+from .base import STREAM, TORCH_HANDLE, Handle, step_of, steps_by_path
 
 
-class FlatParamHandle(Flattening, Gathering):
+class FlatParamHandle(Handle):
     """Owns one flat parameter: flattens the original parameters into it, shards it, and keeps their views.
 
     Args:
@@ -72,7 +72,6 @@ class FlatParamHandle(Flattening, Gathering):
         *,
         fsdp_extension: FSDPExtensions | None = None,
     ) -> None:
-        super().__init__()
         params = list(params)
         if len(params) == 0:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
@@ -102,7 +101,7 @@ class FlatParamHandle(Flattening, Gathering):
         self._init_param_reduce_dtypes(mp_param_dtype, mp_reduce_dtype)
         self._aligned_numel = _get_aligned_numel(unsharded_dtype=self._fwd_bwd_param_dtype) if align_addresses else 0
         self._fsdp_extension = fsdp_extension
-        self._shards_next = is_sharded_next(type(self), _constructor)
+        self._shards_next = flatten.is_sharded_next(type(self), _constructor)
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         copying.note_owner(self)
@@ -139,23 +138,6 @@ class FlatParamHandle(Flattening, Gathering):
                 "noticed; that may give silently wrong results.",
             )
 
-    @step_of(STREAM)
-    def _take_over_attributes(self) -> None:
-        """Replace the parameters in the modules with views, outside of ``_parameters``.
-
-        This fixes the order in which they come back: later switches in C write the dictionaries in place.
-        """
-        if self._loops_in_c(self.flat_param) and not self._is_replaced("_use_unsharded_views"):
-            self._check_unsharded(self.flat_param)
-            with torch.enable_grad():
-                self._unit.register_tensors(list(self._get_unflat_views()), False, self._unsafe)
-            return
-        unit, self._unit = self._unit, None
-        try:
-            self._use_unsharded_views(as_params=False)
-        finally:
-            self._unit = unit
-
     # Sharding and its metadata
 
     @torch.no_grad()
@@ -172,7 +154,7 @@ class FlatParamHandle(Flattening, Gathering):
                     f"offset {flat_param.storage_offset()}"
                 )
             if self._unflattened is not None:
-                shard, numel_padded = self._shard_of(self._unflattened)
+                shard, numel_padded = flatten.shard_of(self, self._unflattened)
                 del self._unflattened
             else:
                 shard, numel_padded = FlatParamHandle._get_shard(flat_param, self.rank, self.world_size)
@@ -295,6 +277,33 @@ class FlatParamHandle(Flattening, Gathering):
         free(tensor)
         return tensor
 
+    def to_cpu(self) -> Any:
+        """Return a context in which the unsharded flat parameter lies on the CPU, and its device memory is freed.
+
+        If it is on the CPU already, nothing changes (torch before 2.15 then reads freed memory: pytorch#188989).
+        Source: torch 2.15 ``FlatParamHandle.to_cpu``.
+        """
+        self._check_sharded_strategy()
+        self._check_unsharded(self.flat_param)
+        self._check_on_compute_device(self.flat_param)
+        if not same_storage(self.flat_param, self._get_padded_unsharded_flat_param()):
+            raise self._wrong("expects the unpadded parameter to be a view into the padded one")
+        if self.flat_param.is_cpu:
+            return contextlib.nullcontext()
+        return _C.Block(self._offload_to_cpu, self._restore_unsharded_flat_param_from_cpu)
+
+    def _offload_to_cpu(self) -> None:
+        self.flat_param_to(torch.device("cpu"), copy=True)
+        self._free_unsharded_flat_param()
+
+    def _restore_unsharded_flat_param_from_cpu(self) -> None:
+        self._check_unsharded(self.flat_param)
+        needs_memory = self.needs_unshard()  # False if a signal interrupted an earlier call
+        padded = self._alloc_padded_unsharded_flat_param if needs_memory else self._get_padded_unsharded_flat_param
+        unsharded = padded()
+        unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
+        self._use_unsharded_flat_param(unsharded)
+
     def _deregister_orig_params(self) -> None:
         """Remove the original parameters from their modules, while ``module.to()`` moves the flat parameter.
 
@@ -306,7 +315,59 @@ class FlatParamHandle(Flattening, Gathering):
             self._reset_flat_param_grad_info_if_needed()
             if not self._skip_writeback_check:
                 self._writeback_orig_params()
-        super()._deregister_orig_params()
+        TORCH_HANDLE._deregister_orig_params(self)
+
+    # flatten.py
+
+    _init_flat_param_and_metadata = flatten.init_flat_param_and_metadata
+    _validate_tensors_to_flatten = flatten.validate_tensors_to_flatten
+    flatten_tensors = flatten.flatten_tensors
+    flatten_tensors_into_flat_param = flatten.flatten_tensors_into_flat_param
+
+    # views.py
+
+    _get_unflat_views_unaligned = views.get_unflat_views_unaligned
+    _get_unflat_views_aligned = views.get_unflat_views_aligned
+    _use_unsharded_views = views.use_unsharded_views
+    _take_over_attributes = views.take_over_attributes  # our own, a step of the constructor
+    _use_sharded_views = views.use_sharded_views
+    unflatten_as_params = TORCH_HANDLE.unflatten_as_params  # a context: parameters in it, tensors after it
+
+    # gathering.py
+
+    pre_unshard = gathering.pre_unshard
+    unshard = gathering.unshard
+    post_unshard = TORCH_HANDLE.post_unshard  # frees the low-precision shard after the gather
+    needs_unshard = gathering.needs_unshard
+    reshard = gathering.reshard
+    post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision parameter
+    flat_param_to = gathering.flat_param_to
+    _use_low_precision_shard = gathering.use_low_precision_shard
+    _alloc_padded_unsharded_flat_param = gathering.alloc_padded_unsharded_flat_param
+    _get_padded_unsharded_flat_param = gathering.get_padded_unsharded_flat_param
+    _all_gather_flat_param = gathering.all_gather_flat_param
+    _use_unsharded_flat_param = gathering.use_unsharded_flat_param
+    _free_low_precision_sharded_param = gathering.free_low_precision_sharded_param
+    _free_unsharded_flat_param = gathering.free_unsharded_flat_param
+    _use_sharded_flat_param = gathering.use_sharded_flat_param
+
+    # gradients.py
+
+    unshard_grad = gradients.unshard_grad
+    reshard_grad = TORCH_HANDLE.reshard_grad  # back to the sharded gradient that unshard_grad() saved
+    prepare_gradient_for_backward = gradients.prepare_gradient_for_backward
+    prepare_gradient_for_optim = gradients.prepare_gradient_for_optim
+    sharded_grad = property(gradients.sharded_grad)
+    _use_unsharded_grad_views = gradients.use_unsharded_grad_views
+    _use_sharded_grad_views = gradients.use_sharded_grad_views
+    _reset_flat_param_grad_info_if_needed = gradients.reset_flat_param_grad_info_if_needed
+    _reset_is_grad_none = gradients.reset_is_grad_none
+
+    # writeback.py, recovery.py
+
+    _writeback_orig_params = writeback.writeback_orig_params
+    _writeback_tensor = writeback.writeback_tensor
+    _training_state = property(recovery.training_state, recovery.set_training_state)
 
 
 _constructor = FlatParamHandle.__init__

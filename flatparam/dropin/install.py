@@ -140,7 +140,7 @@ def _missing_parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) ->
     have = inspect.signature(ours).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in have.values()):
         return []
-    return [name for name in inspect.signature(theirs).parameters if name not in have]
+    return [name for name in inspect.signature(theirs).parameters if name not in have and name != "self"]
 
 
 def _layers(value: Any) -> Iterator[Any]:

@@ -13,122 +13,124 @@ from typing import Any
 import torch
 
 from .. import _C
+from .base import Handle
 
 task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 
 
-class PostBackward:
-    """The part of FlatParamHandle that moves and keeps the hook."""
+def note_accumulator(handle: Handle) -> None:
+    """Remember the node under the current views. Forwards may have different nodes.
 
-    _accumulators: object = None  # nodes that accumulate the flat gradient: see `_C.note_accumulator`
-    _runtimes_hook: Callable[..., Any] | None = None  # from the last forward
-    # In a backward that does not reach the parameters: (node, hook, version of the gradient)
-    _kept_hook: tuple[Any, Callable[..., Any], int | None] | None = None
+    In mixed precision, and with parameters on the host, each forward has its own node.
+    """
+    handle._accumulators = _C.note_accumulator(handle._accumulators, handle.flat_param)
 
-    def _note_accumulator(self: Any) -> None:
-        """Remember the node under the current views. Forwards may have different nodes.
 
-        In mixed precision, and with parameters on the host, each forward has its own node.
-        """
-        self._accumulators = _C.note_accumulator(self._accumulators, self.flat_param)
+def begin_later_backward(handle: Handle) -> None:
+    """Make the runtime gather in a second or later backward after a forward, as in the first one.
 
-    def _begin_later_backward(self: Any) -> None:
-        """Make the runtime gather in a second or later backward after a forward, as in the first one.
+    Raises: RuntimeError if the weights have changed since the last forward.
+    """
+    if handle._steps_seen != handle.steps[0]:
+        raise RuntimeError(
+            f"a second backward came to {handle._names()} after an optimizer has stepped: the weights of its forward "
+            "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"
+        )
+    handle._needs_pre_backward_unshard = True
 
-        Raises: RuntimeError if the weights have changed since the last forward.
-        """
-        if self._steps_seen != self.steps[0]:
-            raise RuntimeError(
-                f"a second backward came to {self._names()} after an optimizer has stepped: the weights of its forward "
-                "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"
-            )
-        self._needs_pre_backward_unshard = True
 
-    def _hook_this_backward(self: Any) -> None:
-        """Move the runtime's hook to the node of the first forward in this backward: that node runs last.
+def hook_this_backward(handle: Handle) -> None:
+    """Move the runtime's hook to the node of the first forward in this backward: that node runs last.
 
-        Without this no gradient would be reduced: the runtime leaves the hook at a forward without a backward, and has
-        removed it before a second backward. A backward that does not reach the parameters keeps the hook for the next
-        backward of the same forward (gradient penalties): its gradients would not be reduced, nor be shown with
-        ``use_orig_params``.
-        """
-        self._kept_hook = None
-        flat_param = self.flat_param
-        state: Any = getattr(flat_param, "_post_backward_hook_state", (None, None))
-        if task_of_autograd() == -1 or len(state) != 2 or not flat_param.requires_grad:
-            return  # a frozen unit has the hook on its inputs
-        hooked, hook_handle = state
-        nodes = _C.accumulators(self._accumulators)
-        if hooked is not None and hooked not in nodes:
-            nodes.append(hooked)
-        of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
-        if of_this and of_this[0] is hooked:
-            return
-        hook = self._runtimes_hook if hooked is None else hook_handle.hooks_dict_ref()[hook_handle.id]
-        if hook is None or not nodes:
-            return
-        if of_this or hooked is None:
-            if hooked is not None:
-                hook_handle.remove()
-            node = (of_this or nodes[-1:])[0]
-            flat_param._post_backward_hook_state = (node, node.register_hook(hook))
-        if not of_this:
-            late = hook if isinstance(hook, _LateHook) else _LateHook(self, hook)
-            self._kept_hook = (flat_param._post_backward_hook_state[0], late, self._version_of_unsharded_grad())
+    Without this no gradient would be reduced: the runtime leaves the hook at a forward without a backward, and has
+    removed it before a second backward. A backward that does not reach the parameters keeps the hook for the next
+    backward of the same forward (gradient penalties): its gradients would not be reduced, nor be shown with
+    ``use_orig_params``.
+    """
+    handle._kept_hook = None
+    flat_param = handle.flat_param
+    state: Any = getattr(flat_param, "_post_backward_hook_state", (None, None))
+    if task_of_autograd() == -1 or len(state) != 2 or not flat_param.requires_grad:
+        return  # a frozen unit has the hook on its inputs
+    hooked, hook_handle = state
+    nodes = _C.accumulators(handle._accumulators)
+    if hooked is not None and hooked not in nodes:
+        nodes.append(hooked)
+    of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
+    if of_this and of_this[0] is hooked:
+        return
+    hook = handle._runtimes_hook if hooked is None else hook_handle.hooks_dict_ref()[hook_handle.id]
+    if hook is None or not nodes:
+        return
+    if of_this or hooked is None:
+        if hooked is not None:
+            hook_handle.remove()
+        node = (of_this or nodes[-1:])[0]
+        flat_param._post_backward_hook_state = (node, node.register_hook(hook))
+    if not of_this:
+        late = hook if isinstance(hook, _LateHook) else _LateHook(handle, hook)
+        handle._kept_hook = (flat_param._post_backward_hook_state[0], late, _version_of_unsharded_grad(handle))
 
-    def _is_reduced_next(self: Any) -> bool:
-        """Whether the runtime reduces the gradient of this backward: False in no_sync().
 
-        The hook refers to the wrapper, which knows. True if there is no such hook.
-        """
-        state: Any = getattr(self.flat_param, "_post_backward_hook_state", (None, None))
-        hook: Any = state[-1]
-        hook = hook.hooks_dict_ref().get(hook.id) if hasattr(hook, "hooks_dict_ref") else None
-        hook = hook._hook if isinstance(hook, _LateHook) else hook
-        wrappers = [arg() if isinstance(arg, weakref.ref) else arg for arg in getattr(hook, "args", ())]
-        return all(getattr(wrapper, "_sync_gradients", True) for wrapper in wrappers)
+def is_reduced_next(handle: Handle) -> bool:
+    """Whether the runtime reduces the gradient of this backward: False in no_sync().
 
-    def _version_of_unsharded_grad(self: Any) -> int | None:
-        grad = self.flat_param.grad
-        is_unsharded = grad is not None and grad.size() == self.flat_param._unpadded_unsharded_size
-        return grad._version if is_unsharded else None
+    The hook refers to the wrapper, which knows. True if there is no such hook.
+    """
+    state: Any = getattr(handle.flat_param, "_post_backward_hook_state", (None, None))
+    hook: Any = state[-1]
+    hook = hook.hooks_dict_ref().get(hook.id) if hasattr(hook, "hooks_dict_ref") else None
+    hook = hook._hook if isinstance(hook, _LateHook) else hook
+    wrappers = [arg() if isinstance(arg, weakref.ref) else arg for arg in getattr(hook, "args", ())]
+    return all(getattr(wrapper, "_sync_gradients", True) for wrapper in wrappers)
 
-    def _hook_next_backward(self: Any) -> None:
-        (accumulator, hook, version), self._kept_hook = self._kept_hook, None
-        if self.flat_param._post_backward_called:
-            return  # it was reduced in a nested backward (reentrant checkpointing)
-        if version != self._version_of_unsharded_grad():
-            raise RuntimeError(
-                f"a gradient of {self._names()} came in a reentrant checkpoint that has the weights of another "
-                "forward, and would not be reduced over the ranks: use checkpoint(..., use_reentrant=False)"
-            )
-        if not hasattr(self.flat_param, "_post_backward_hook_state"):
-            self.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
-        if self._use_orig_params and not self.uses_sharded_strategy:
-            self._use_sharded_views()  # else the modules would have no parameters
 
-    def _let_model_go_without_backward(self: Any) -> None:
-        """Replace the references of the runtime's hook to the model with weak ones.
+def _version_of_unsharded_grad(handle: Handle) -> int | None:
+    grad = handle.flat_param.grad
+    is_unsharded = grad is not None and grad.size() == handle.flat_param._unpadded_unsharded_size
+    return grad._version if is_unsharded else None
 
-        The flat parameter keeps forward's views, these keep the node, and the node keeps the hook: a strong reference
-        would keep a model that is deleted after a forward without a backward, forever (pytorch PR 183211).
-        """
-        state = getattr(self.flat_param, "_post_backward_hook_state", None)
-        hook_handle: Any = state[-1] if isinstance(state, tuple) and state else None
-        hooks_of = getattr(hook_handle, "hooks_dict_ref", None)
-        if hooks_of is None:
-            return  # a frozen unit has its hooks on its inputs, which nothing keeps
-        hooks: Any = hooks_of()
-        hook = hooks.get(hook_handle.id) if hooks else None
-        if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
-            hook = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
-            self._runtimes_hook = hooks[hook_handle.id] = hook
+
+def hook_next_backward(handle: Handle) -> None:
+    kept, handle._kept_hook = handle._kept_hook, None
+    if kept is None:
+        return
+    accumulator, hook, version = kept
+    if handle.flat_param._post_backward_called:
+        return  # it was reduced in a nested backward (reentrant checkpointing)
+    if version != _version_of_unsharded_grad(handle):
+        raise RuntimeError(
+            f"a gradient of {handle._names()} came in a reentrant checkpoint that has the weights of another "
+            "forward, and would not be reduced over the ranks: use checkpoint(..., use_reentrant=False)"
+        )
+    if not hasattr(handle.flat_param, "_post_backward_hook_state"):
+        handle.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
+    if handle._use_orig_params and not handle.uses_sharded_strategy:
+        handle._use_sharded_views()  # else the modules would have no parameters
+
+
+def let_model_go_without_backward(handle: Handle) -> None:
+    """Replace the references of the runtime's hook to the model with weak ones.
+
+    The flat parameter keeps forward's views, these keep the node, and the node keeps the hook: a strong reference
+    would keep a model that is deleted after a forward without a backward, forever (pytorch PR 183211).
+    """
+    state = getattr(handle.flat_param, "_post_backward_hook_state", None)
+    hook_handle: Any = state[-1] if isinstance(state, tuple) and state else None
+    hooks_of = getattr(hook_handle, "hooks_dict_ref", None)
+    if hooks_of is None:
+        return  # a frozen unit has its hooks on its inputs, which nothing keeps
+    hooks: Any = hooks_of()
+    hook = hooks.get(hook_handle.id) if hooks else None
+    if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
+        hook = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
+        handle._runtimes_hook = hooks[hook_handle.id] = hook
 
 
 class _LateHook:
     """The runtime's hook for a later backward, after a backward that did not reach the parameters."""
 
-    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
+    def __init__(self, handle: Handle, hook: Callable[..., Any]) -> None:
         self._handle, self._hook = weakref.ref(handle), hook
 
     def __call__(self, *arguments: Any) -> Any:

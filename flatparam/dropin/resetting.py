@@ -6,7 +6,9 @@ import torch
 import torch.nn as nn
 
 from ..common.torch_private import HandleTrainingState, TorchsFSDP, TrainingState, _register_flat_param
+from .base import Handle
 from .handle import FlatParamHandle
+from .recovery import recover
 
 
 def reset_state(model: nn.Module) -> None:
@@ -42,14 +44,14 @@ def _reset(unit: Any) -> None:
     getattr(unit, "_unshard_params_ctx", {}).clear()  # a state dict in progress ends with this
     if isinstance(unit._handle, FlatParamHandle):
         _leave_summoned(unit, unit._handle)
-        unit._handle._recover()
+        recover(unit._handle)
     unit.training_state = TrainingState.IDLE
     unit._sync_gradients = True
     unit._post_backward_callback_queued = False
 
 
 @torch.no_grad()
-def _leave_summoned(unit: Any, handle: Any) -> None:
+def _leave_summoned(unit: Any, handle: Handle) -> None:
     flat_param = handle.flat_param
     if handle._state is not HandleTrainingState.SUMMON_FULL_PARAMS:
         return

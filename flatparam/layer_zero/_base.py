@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import _C
 from ..common.tensors import free, is_allocated
+from ..dropin import gathering
+from ..dropin.base import Driven
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..dropin.recovery import Driven
 
 
 class Base(_C.HandleSteps, Driven):
@@ -69,7 +70,10 @@ class Base(_C.HandleSteps, Driven):
 
     def _free_after_use(self, tensor: Tensor) -> None:
         """Free ``tensor`` when the current stream has done the work that it has now."""
-        (self._free if self._is_on_host else self._flat._free_after_use)(tensor)
+        if self._is_on_host:
+            self._free(tensor)
+        else:
+            gathering.free_after_use(self._flat, tensor)
 
     # Checks with the reference's names
 

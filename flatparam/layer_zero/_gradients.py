@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _C
 from ..common.collectives import gathering
 from ..common.tensors import refuse_freed, same_storage
+from ..dropin import gradients
 from ..fsdp.desync import checked_collectives
 from ._parameters import Parameters
 from ._sums import Sum
@@ -211,7 +212,7 @@ class Gradients(Parameters):
         if self._is_unsharded:
             self._use_sharded_flat_param()
         flat_param.grad = reduced
-        self._flat._note_grads_came()
+        gradients.note_grads_came(self._flat)
         self._use_sharded_grad_views()
         self._count_reduced = self._versions()[1]
 
@@ -252,21 +253,21 @@ class Gradients(Parameters):
         checked_collectives.wait(checked_collectives.issue(dist.all_reduce, count, group=group), group, self.device)
         flat_param._saved_grad_shard = shard
         if not count.item():
-            self._flat._clear_grads()
+            gradients.clear_grads(self._flat)
             return
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
         checked_collectives.wait(checked_collectives.issue(gathering(), whole, shard, group=group), group, self.device)
-        self._flat._clear_grads()
+        gradients.clear_grads(self._flat)
         _C.set_grad(flat_param, whole)
-        self._flat._set_unsharded_grads(whole)
+        gradients.set_unsharded_grads(self._flat, whole)
 
     @torch.no_grad()
     def reshard_grad(self) -> None:
         """Show the pieces of the reduced gradient again. ``flat_param`` is sharded already."""
         flat_param = self.flat_param
-        self._flat._clear_grads()
+        gradients.clear_grads(self._flat)
         _C.set_grad(flat_param, flat_param._saved_grad_shard)
         del flat_param._saved_grad_shard
         self._use_sharded_grad_views()

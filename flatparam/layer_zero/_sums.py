@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from .. import _C
 from ..common import optimizers
 from ..common.tensors import allocate, is_allocated, refuse_freed
+from ..dropin import gradients, writeback
 from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
@@ -154,11 +155,11 @@ class Sums(Base):
             if self._last_use is not None:
                 self._last_use.synchronize()  # the host reads memory that a copy still writes
             _C.mark_zeros(total)
-        self._flat._clear_grads()
+        gradients.clear_grads(self._flat)
         _C.set_grad(flat_param, total)
-        self._flat._set_unsharded_grads(total)
+        gradients.set_unsharded_grads(self._flat, total)
         self._note_shown()
-        self._versions_shown = self._flat._versions_of_grads() if has_aside else None
+        self._versions_shown = writeback.versions_of_grads(self._flat) if has_aside else None
         if self._is_on_host and self._sum == Sum.ON_DEVICE:
             self._total = None if has_aside else total  # C can show it again, without marking zeros
         if not self._is_watched:
@@ -179,7 +180,7 @@ class Sums(Base):
     def _use_sharded_grad_views(self) -> None:
         """Set each original parameter's ``.grad`` to its 1-D piece of the reduced gradient, or to None."""
         self._flat._check_sharded(self.flat_param)
-        self._flat._set_sharded_grads(self.sharded_grad)
+        gradients.set_sharded_grads(self._flat, self.sharded_grad)
 
     @property
     def sharded_grad(self) -> Tensor | None:
@@ -194,7 +195,7 @@ class Sums(Base):
     def _stop_showing_by_ops(self) -> bool:
         self._notice_cleared_grads()
         if self._is_shown:
-            self._flat._clear_grads()
+            gradients.clear_grads(self._flat)
         _C.set_grad(self.flat_param, None)
         self._is_shown = False
         return True
@@ -216,15 +217,15 @@ class Sums(Base):
             return
         with torch.no_grad():
             zeroed = self._zeroed_grads()
-            self._flat._zero_dropped_grads()
+            writeback.zero_dropped_grads(self._flat)
             for i in zeroed:
-                self._flat._zero_grad_of_earlier_backwards(i)
+                writeback.zero_grad_of_earlier_backwards(self._flat, i)
         self._note_shown()
 
     def _zeroed_grads(self) -> list[int]:
         """Return indices of parameters whose gradients were zeroed in place. Raises: as ``_notice_cleared_grads``."""
         flat_param, zeroed = self.flat_param, []
-        pairs = zip(self._flat._versions_of_grads(), self._versions_shown or (), strict=False)
+        pairs = zip(writeback.versions_of_grads(self._flat), self._versions_shown or (), strict=False)
         changed = [i for i, (now, shown) in enumerate(pairs) if now is not None and now != shown]
         views = list(self._flat._get_unflat_views(flat_param.grad)) if changed else []
         for i in changed:

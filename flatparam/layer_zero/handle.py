@@ -21,7 +21,10 @@ from ..common.collectives import gathering, is_replaced, native_gather
 from ..common.described import Described
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
+from ..dropin import flatten
+from ..dropin.base import TORCH_HANDLE
 from ..dropin.handle import FlatParamHandle as FlatParam
+from ..dropin.views import is_unsafe
 from ..fsdp.desync.same_unit import check_described
 from ..fsdp.sharding.placement import check_pair
 from ._gradients import Gradients
@@ -91,7 +94,7 @@ class FlatParamHandle(Gradients):
         native = None if is_replaced(own) else self._zero3_gather
         flat, ranks = self._flat, self.zero3_group_size
         self._bind(flat.flat_param, flat, optimizers, (dist, own.__name__, own), flat._unit, native, ranks)
-        self._unsafe = self._flat._unsafe
+        self._unsafe = is_unsafe(flat)
         self._device_handle, self._aligned_numel = self._flat._device_handle, self._flat._aligned_numel
         self._orig_param_dtype = params[0].dtype
         self._set_state(IDLE)
@@ -171,14 +174,14 @@ class FlatParamHandle(Gradients):
         self._flat = flat = FlatParam.__new__(FlatParam)  # __init__ builds it after all ranks have agreed
         flat._padding_value = 0.0  # drivers take norms of the flat parameter
         flat._use_orig_params = True
-        flat._find(params, module)
+        flatten.find(flat, params, module)
         for param in params:
             if param.is_complex():
-                raise ValueError(f"{flat._describe(param)} is complex: LayerZero flattens real parameters only")
+                raise ValueError(f"{flatten.describe(flat, param)} is complex: LayerZero flattens real parameters only")
             if param.is_meta:
                 raise ValueError(
-                    f"{flat._describe(param)} has no values: give the module memory (to_empty()) and initialize it "
-                    "before"
+                    f"{flatten.describe(flat, param)} has no values: give the module memory (to_empty()) and "
+                    "initialize it before"
                 )
         flat._validate_tensors_to_flatten(list(params))
         names = [flat._fqn_of[id(param)] for param in params]
@@ -235,7 +238,7 @@ class FlatParamHandle(Gradients):
         """Remove the original parameters from their modules. Users' replacements are written back first."""
         self._reset_flat_param_grad_info_if_needed()
         self._write_back()
-        super(FlatParam, self._flat)._deregister_orig_params()
+        TORCH_HANDLE._deregister_orig_params(self._flat)
 
     # Looking things up
 

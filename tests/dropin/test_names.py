@@ -86,7 +86,9 @@ def parameters_of(value):
     function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     if not isinstance(function, types.FunctionType):
         return None
-    return [(each.name, each.kind.name, each.default) for each in inspect.signature(function).parameters.values()]
+    parameters = inspect.signature(function).parameters.values()
+    # The object comes first, whatever the function calls it: no call of a method passes it by keyword
+    return [(each.name.replace("handle", "self"), each.kind.name, each.default) for each in parameters]
 
 
 def members_of(cls):
