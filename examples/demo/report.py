@@ -31,8 +31,7 @@ def largest_difference(a: list[list[float]], b: list[list[float]]) -> float:
 
 def checks(config: Config, results: Results) -> list[Check]:
     """Everything that the demo claims."""
-    runs = results.runs
-    ours = runs[FLATPARAM]
+    runs, ours = results.runs, results.runs[FLATPARAM]
     to_torch = largest_difference(ours.losses, runs[TORCH].losses)
     to_unsharded = largest_difference(ours.losses, runs[UNSHARDED].losses)
     again = largest_difference(ours.losses[results.resumed_step :], results.resumed_losses)

@@ -67,6 +67,9 @@ def strategies(text: str) -> tuple[str, ...]:
     return found
 
 
+_SECONDS = {"s": 1, "ms": 1e-3, "us": 1e-6}
+
+
 def parser() -> Parser:
     made = Parser(
         prog="python -m flatparam advise",
@@ -77,10 +80,19 @@ def parser() -> Parser:
         "nothing fits, 2 for bad input.",
         allow_abbrev=False,
     )
-    size, rate = quantity({"B": 1}, "80GB"), quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s")
-    operations, latency = quantity({"": 1, "FLOPS": 1}, "400T"), quantity({"s": 1, "ms": 1e-3, "us": 1e-6}, "10us")
-    asked = made.add_argument_group("what is asked")
-    add = asked.add_argument
+    _add_question(made)
+    _add_machine(made)
+    _add_tries(made)
+    add = made.add_argument_group("what is written").add_argument
+    add("--all", action="store_true", help="print all that fit, not the best of each strategy")
+    add("--json", type=Path, metavar="FILE", help="write all that was tried")
+    add("--picture", type=Path, metavar="FILE", help="draw all that was tried as a PNG (needs matplotlib)")
+    return made
+
+
+def _add_question(made: Parser) -> None:
+    add = made.add_argument_group("what is asked").add_argument
+    size = quantity({"B": 1}, "80GB")
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=positive, metavar="N", required=True, help="ranks")
     add("--gpu-memory", type=size, metavar="SIZE", required=True, help="what a rank may take, say 80GB or 74GiB")
@@ -100,7 +112,11 @@ def parser() -> Parser:
     add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=OPTIMIZER_HELP)
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
+
+
+def _add_machine(made: Parser) -> None:
     add = made.add_argument_group("the machine").add_argument
+    rate, latency = quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s"), quantity(_SECONDS, "10us")
     add("--node-size", type=positive, metavar="N", default=8, help="ranks of a node; no more than the world size")
     reach, delay = "bytes or bits a second that a rank can send to ranks of", "latency of one step of a ring"
     add("--intra", type=rate, metavar="RATE", default="450GB/s", help=f"{reach} its node")
@@ -109,11 +125,14 @@ def parser() -> Parser:
     add("--inter-latency", type=latency, metavar="TIME", default="9.6us", help=f"{delay} between nodes")
     add(
         "--flops",
-        type=operations,
+        type=quantity({"": 1, "FLOPS": 1}, "400T"),
         metavar="RATE",
         default="400T",
         help="operations/s that a rank reaches, not its peak",
     )
+
+
+def _add_tries(made: Parser) -> None:
     add = made.add_argument_group("what is tried").add_argument
     add("--strategies", type=strategies, metavar="NAME,...", help="try these strategies only")
     add("--inner", type=counts, metavar="N,...", help="try inner groups of these sizes only (hybrids)")
@@ -125,11 +144,6 @@ def parser() -> Parser:
         metavar="N,...",
         help=f"numbers of micro-batches to try (default: {default}, up to the tokens)",
     )
-    add = made.add_argument_group("what is written").add_argument
-    add("--all", action="store_true", help="print all that fit, not the best of each strategy")
-    add("--json", type=Path, metavar="FILE", help="write all that was tried")
-    add("--picture", type=Path, metavar="FILE", help="draw all that was tried as a PNG (needs matplotlib)")
-    return made
 
 
 def question_of(options: argparse.Namespace) -> Question:

@@ -195,26 +195,7 @@ def take(
         return source.whole(name, boxes[name])
 
     stand_ins = StandIns(read)
-    buffers = {name: one for one in held if one.is_buffer for name in one.names}
-    state: Any = OrderedDict(values)
-    for name, chunks in boxes.items():
-        if name in buffers or name in of_modules:
-            _check_kind(name, chunks[0], buffers.get(name))
-            state[name] = source.whole(name, chunks)
-        else:
-            state[name] = stand_ins.of_file(name, chunks[0].shape, chunks[0].torch_dtype(name))
-    for name, (dtype, shape, _) in base.items():
-        if dtype in DTYPES:
-            state[name] = stand_ins.of_file(name, tuple(shape), DTYPES[dtype])
-    for one in held:
-        if one.is_buffer:
-            stand_ins.watch(one)
-    paths = _paths(module)
-    state = _under_paths(state, paths)
-    if "metadata" in about:
-        of_first = OfRank(source, 0)
-        told = {path: decode(about["metadata"].get(clean, dict(_PLAIN)), of_first) for path, clean in paths.items()}
-        state._metadata = OrderedDict(told)
+    state = _state_of(module, held, source, boxes, values, about, stand_ins)
     before = Beside(module)
     try:
         with ungathered(), shown(module, [one for one in held if not one.is_buffer], stand_ins), stand_ins:
@@ -227,6 +208,40 @@ def take(
             raise CheckpointError(" ".join(clean_tensor_name(str(error)).split())) from error
         raise
     return _taken(held, stand_ins, result, before, source, bare_names(module))
+
+
+def _state_of(
+    module: nn.Module,
+    held: list[LocalParam],
+    source: Source,
+    boxes: Mapping[str, list[Chunk]],
+    values: Mapping[str, Any],
+    about: Mapping[str, Any],
+    stand_ins: StandIns,
+) -> Any:
+    """Return the state dict that ``module`` loads: buffers and what modules wrote have values, the rest stand-ins."""
+    of_modules = about.get("given", [])
+    buffers = {name: one for one in held if one.is_buffer for name in one.names}
+    state: Any = OrderedDict(values)
+    for name, chunks in boxes.items():
+        if name in buffers or name in of_modules:
+            _check_kind(name, chunks[0], buffers.get(name))
+            state[name] = source.whole(name, chunks)
+        else:
+            state[name] = stand_ins.of_file(name, chunks[0].shape, chunks[0].torch_dtype(name))
+    for name, (dtype, shape, _) in about.get("base", {}).items():
+        if dtype in DTYPES:
+            state[name] = stand_ins.of_file(name, tuple(shape), DTYPES[dtype])
+    for one in held:
+        if one.is_buffer:
+            stand_ins.watch(one)
+    paths = _paths(module)
+    state = _under_paths(state, paths)
+    if "metadata" in about:
+        of_first = OfRank(source, 0)
+        told = {path: decode(about["metadata"].get(clean, dict(_PLAIN)), of_first) for path, clean in paths.items()}
+        state._metadata = OrderedDict(told)
+    return state
 
 
 def _paths(module: nn.Module) -> dict[str, str]:

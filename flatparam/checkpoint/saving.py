@@ -23,6 +23,7 @@ import shutil
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -349,16 +350,7 @@ class _Saving:
             index.about["base"] = with_sums(
                 {n: one for n, one in of_base if n not in index.tensors.get(MODEL, {})}, sums
             )
-        boxes = index.tensors.get(OPTIMIZER, {})
-        for (name, key), said in pieces.items():
-            if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in boxes:
-                raise CheckpointError(
-                    f"the optimizer's `{key}` of `{name}` has the shape of the piece on some ranks, and another shape "
-                    f"on rank {said[0][0]}. Expected the piece's shape on all ranks or on none"
-                )
-            entry = _entry_of_pieces(name, key, said)
-            if entry is not None:
-                states[name][key] = entry
+        _merge_pieces(states, pieces, index.tensors.get(OPTIMIZER, {}))
         if index.optimizer is not None:
             of_groups = {key: index.optimizer[key] for key in ("optimizers", "classes", "groups")}
             index.optimizer = of_groups | {"states": states}
@@ -381,6 +373,24 @@ class _Saving:
         _exchange(self.folder, self.path)
         sync_folder(self.path.parent)
         shutil.rmtree(self.folder, ignore_errors=True)  # the old checkpoint, after the exchange
+
+
+def _merge_pieces(
+    states: dict[str, Any], pieces: Mapping[tuple[str, str], list[tuple[int, list[Any]]]], boxes: Mapping[str, Any]
+) -> None:
+    """Put into ``states`` the entry of each optimizer value that ranks described by pieces.
+
+    ``pieces``: (parameter, key) -> [(rank, description)]; ``boxes``: the values that files have in boxes.
+    """
+    for (name, key), said in pieces.items():
+        if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in boxes:
+            raise CheckpointError(
+                f"the optimizer's `{key}` of `{name}` has the shape of the piece on some ranks, and another shape "
+                f"on rank {said[0][0]}. Expected the piece's shape on all ranks or on none"
+            )
+        entry = _entry_of_pieces(name, key, said)
+        if entry is not None:
+            states[name][key] = entry
 
 
 def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> Any:

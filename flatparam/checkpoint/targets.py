@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,48 +169,63 @@ def into_optimizer(
     renamed = {id(group): convert for group, does in zip(named.param_groups, converted, strict=True) if does}
     for param, held in named.params():
         here = [one for one in held if one.numel]
-        keys = _keys(here, told["states"])
-        before = named.state_of(param)
+        before, group = named.state_of(param), named.group_of[id(param)]
         state: dict[str, Any] = {}
-        names = renamed.get(id(named.group_of[id(param)]))
-        for key in keys:
+        names = renamed.get(id(group))
+        for key in _keys(here, told["states"]):
             mine = key if names is None else names.get(key)
             if mine is None:
                 continue
-            kinds = _alike([told["states"][one.name][key] for one in here], here)
-            pieces = [kind["pieces"] for kind in kinds if isinstance(kind, dict)]
-            if pieces:
-                _check_layout(named, param, here[0], key, pieces)
-                kinds = kinds[:1]
-            if any((kind == "box") != (kinds[0] == "box") for kind in kinds):
-                raise CheckpointError(
-                    f"the optimizer's `{key}` has an element for each of some parameters in the flat parameter of "
-                    f"`{here[0].name}`, and none for others"
-                )
+            kinds = _kinds_of(named, param, here, key, told["states"])
             if kinds[0] == "box":
                 state[mine] = _like_param(found, param, here, key, before.get(mine), chunks_of, source.model)
             else:
                 value = _one(named, param, here[: len(kinds)], key, kinds, source)
-                group = named.group_of[id(param)]
                 state[mine] = _placed({**group, **loaded.get(id(group), {})}, param, mine, value, before.get(mine))
         if here:
             found.state.append((param, state))
+    _note_missing(found, named, converted, told["states"])
+    _plan_gradients(found, named, told["states"], chunks_of, source)
+    return found
+
+
+def _kinds_of(named: Named, param: Tensor, here: list[LocalParam], key: str, states: Mapping[str, Any]) -> list[Any]:
+    """Return what the index has of ``key`` for each parameter in ``param``: "box" for all or none, or one in pieces."""
+    kinds = _alike([states[one.name][key] for one in here], here)
+    pieces = [kind["pieces"] for kind in kinds if isinstance(kind, dict)]
+    if pieces:
+        _check_layout(named, param, here[0], key, pieces)
+        kinds = kinds[:1]
+    if any((kind == "box") != (kinds[0] == "box") for kind in kinds):
+        raise CheckpointError(
+            f"the optimizer's `{key}` has an element for each of some parameters in the flat parameter of "
+            f"`{here[0].name}`, and none for others"
+        )
+    return kinds
+
+
+def _note_missing(found: Targets, named: Named, converted: Sequence[bool], states: Mapping[str, Any]) -> None:
+    """Note parameters without a saved state beside others that have one."""
     for group, does in zip(named.param_groups, converted, strict=True):
         params = [(param, [one.name for one in named.held[id(param)]]) for param in group["params"] if not does]
-        has = {name for name, state in told["states"].items() if state.keys() - {GRADIENT}}
+        has = {name for name, state in states.items() if state.keys() - {GRADIENT}}
         why = told_of_missing(
             (names, not has.isdisjoint(names)) for param, names in params if names and param.requires_grad
         )
         found.without_state += [] if why is None else [why]
+
+
+def _plan_gradients(
+    found: Targets, named: Named, states: Mapping[str, Any], chunks_of: Mapping[str, list[Chunk]], source: Source
+) -> None:
     for param, held in itertools.chain(named.params(), named.others()):
         if not any(isinstance(one, InHandle) for one in held):
             here = [one for one in held if one.numel]
-            having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # the others' part is zero
+            having = [one for one in here if GRADIENT in states.get(one.name, {})]  # the others' part is zero
             grad = None
             if having:
                 grad = _like_param(found, param, having, GRADIENT, None, chunks_of, source.model)
             found.gradients.append((param, grad))
-    return found
 
 
 def _alike(kinds: list[Any], here: list[LocalParam]) -> list[Any]:

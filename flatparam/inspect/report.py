@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from flatparam.common.tables import aligned, human
-from flatparam.fsdp.unit.memory_plan import MemoryPlan
+from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan
 from flatparam.inspect.planning import Settings, Unit
 
 HEADINGS = (
@@ -81,33 +81,37 @@ def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings)
             {"unit": units[moment.unit].path, "phase": moment.phase, "bytes": moment.bytes} for moment in plan.moments
         ],
         "units": [
+            _unit_as_json(unit, own, worst(plan, i))
+            for i, (unit, own) in enumerate(zip(units, plan.units, strict=True))
+        ],
+    }
+
+
+def _unit_as_json(unit: Unit, own: UnitPlan, peak: int) -> dict[str, Any]:
+    return {
+        "path": unit.path,
+        "class": unit.kind,
+        "numel": unit.numel,
+        "padding": unit.padding,
+        "shard_numel": unit.shard_numel,
+        "bytes": {
+            "shard": own.shard,
+            "gradient": own.gradient,
+            "optimizer": own.optimizer,
+            "unsharded": own.full,
+            "peak": peak,
+        },
+        "segments": [
             {
-                "path": unit.path,
-                "class": unit.kind,
-                "numel": unit.numel,
-                "padding": unit.padding,
-                "shard_numel": unit.shard_numel,
-                "bytes": {
-                    "shard": own.shard,
-                    "gradient": own.gradient,
-                    "optimizer": own.optimizer,
-                    "unsharded": own.full,
-                    "peak": worst(plan, i),
-                },
-                "segments": [
-                    {
-                        "dtype": str(flat.dtype).removeprefix("torch."),
-                        "trained": flat.is_trained,
-                        "numel": flat.layout.numel,
-                        "shards": [flat.layout.shard(rank)._asdict() for rank in range(flat.layout.world_size)],
-                        "parameters": [
-                            {"name": original.fqn, "shape": list(original.shape), "offset": offset}
-                            for original, offset in zip(originals, flat.layout.offsets, strict=True)
-                        ],
-                    }
-                    for flat, originals in unit.segments
+                "dtype": str(flat.dtype).removeprefix("torch."),
+                "trained": flat.is_trained,
+                "numel": flat.layout.numel,
+                "shards": [flat.layout.shard(rank)._asdict() for rank in range(flat.layout.world_size)],
+                "parameters": [
+                    {"name": original.fqn, "shape": list(original.shape), "offset": offset}
+                    for original, offset in zip(originals, flat.layout.offsets, strict=True)
                 ],
             }
-            for i, (unit, own) in enumerate(zip(units, plan.units, strict=True))
+            for flat, originals in unit.segments
         ],
     }

@@ -75,6 +75,28 @@ def test_a_room_of_fsdp_imports_those_below_it():
             assert ROOMS.index(rooms[other]) <= ROOMS.index(room), f"{name} imports {other}"
 
 
+MOST_LINES = 45  # of a function, without its head and docstring
+
+
+def test_no_function_is_long():
+    for name, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+                lines = node.end_lineno - body[0].lineno + 1
+                assert lines <= MOST_LINES, f"{name}.{node.name} has {lines} lines: cut it into parts"
+
+
+def test_no_method_needs_more_than_its_class():
+    """``self: Any`` tells type checkers to look away: such a method is a function of an object with what it uses."""
+    for name, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            for method in node.body if isinstance(node, ast.ClassDef) else []:
+                first = method.args.args[:1] if isinstance(method, ast.FunctionDef) else []
+                typed = any(each.arg == "self" and each.annotation is not None for each in first)
+                assert not typed, f"{name}.{node.name}.{method.name} types self"
+
+
 STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python
 NO_CALLS = {
     "flatparam.common.collectives": {"PrefixStore"},

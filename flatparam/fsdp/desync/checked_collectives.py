@@ -232,6 +232,29 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     return said
 
 
+def _look_of(group: dist.ProcessGroup, by_device: bool, traces: Iterable[GroupTrace]) -> Callable[..., None]:
+    """Return the function with which a wait looks after the other ranks of ``group`` from now on.
+
+    It raises OrderError if one of them cannot come. With ``has_failed`` it asks why the collective has failed.
+    """
+    begin = time.monotonic()
+    is_absent = (lambda rank: True) if by_device else None  # a collective of NCCL does not fail when a process ends
+
+    def look(has_failed: bool = False) -> None:
+        for each in traces:
+            each.look()
+        ours, ranks = liveness.board(), dist.get_process_group_ranks(group)
+        try:
+            waited = time.monotonic() - begin
+            found = ours and (ours.diagnose(ranks) if has_failed else ours.find_dead(ranks, waited, is_absent))
+        except StoreGoneError as error:
+            found = str(error) if has_failed else None
+        if found:
+            raise OrderError(found + AND_SO)
+
+    return look
+
+
 def wait(
     work: Any,
     group: dist.ProcessGroup,
@@ -249,25 +272,11 @@ def wait(
     """
     if work is None:
         return
-    begin = time.monotonic()
     sliced = is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
-    is_absent = (lambda rank: True) if by_device else None  # a collective of NCCL does not fail when a process ends
-
-    def look(has_failed: bool = False) -> None:
-        for each in traces:
-            each.look()
-        ours, ranks = liveness.board(), dist.get_process_group_ranks(group)
-        try:
-            waited = time.monotonic() - begin
-            found = ours and (ours.diagnose(ranks) if has_failed else ours.find_dead(ranks, waited, is_absent))
-        except StoreGoneError as error:
-            found = str(error) if has_failed else None
-        if found:
-            raise OrderError(found + AND_SO)
-
+    look = _look_of(group, by_device, traces)
     try:
         if error is not None:
             raise error

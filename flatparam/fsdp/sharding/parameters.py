@@ -218,36 +218,43 @@ def find_originals(
                 )
             original = found.get(id(param))
             if original is None:
-                template: Tensor | None = template_of(param)
-                whole: Tensor = param if template is None else template
-                form = None
-                if extensions:
-                    whole, form = flattened(whole, extensions)
-                    template = None if template is None else whole
-                if form is not None and placement is not None:
-                    check_mesh(place.fqn, param, placement)
-                kept = None
-                if form is None and template is None and is_kept(param):
-                    whole, kept = stripped(param), Kept(param)
-                strided = whole.layout == torch.strided
-                contiguous = strided and is_truly_contiguous(whole)
-                dense = contiguous or (strided and is_dense(whole))
-                found[id(param)] = ParamInfo(
-                    param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
-                    [place],
-                    whole.shape,
-                    tuple(whole.stride()) if dense else row_major(whole.shape),
-                    contiguous or not dense,
-                    [place.fqn],
-                    template=template,
-                    form=form,
-                    kept=kept,
-                )
+                found[id(param)] = _info_of(param, place, extensions, placement)
                 continue
             original.fqns.append(place.fqn)
             if (submodule, name) not in [(other.module, other.name) for other in original.names]:
                 original.names.append(place)
     return list(found.values())
+
+
+def _info_of(
+    param: nn.Parameter, place: Name, extensions: tuple[FSDPExtensions, ...], placement: Placement | None
+) -> ParamInfo:
+    """Return the record of a parameter, with the plain tensor that is flattened in its place."""
+    template: Tensor | None = template_of(param)
+    whole: Tensor = param if template is None else template
+    form = None
+    if extensions:
+        whole, form = flattened(whole, extensions)
+        template = None if template is None else whole
+    if form is not None and placement is not None:
+        check_mesh(place.fqn, param, placement)
+    kept = None
+    if form is None and template is None and is_kept(param):
+        whole, kept = stripped(param), Kept(param)
+    strided = whole.layout == torch.strided
+    contiguous = strided and is_truly_contiguous(whole)
+    dense = contiguous or (strided and is_dense(whole))
+    return ParamInfo(
+        param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
+        [place],
+        whole.shape,
+        tuple(whole.stride()) if dense else row_major(whole.shape),
+        contiguous or not dense,
+        [place.fqn],
+        template=template,
+        form=form,
+        kept=kept,
+    )
 
 
 def choose_blocks(originals: Iterable[ParamInfo], atomic: Atomic) -> None:
@@ -278,57 +285,69 @@ def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
             raise DeviceError(
                 f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
             )
-        refusal = why_not_dense(param, what)
-        if refusal is not None:
-            raise ValueError(refusal)
-        if not _C.is_plain_tensor(param):
-            kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
-            freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""
-            mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
-            raise ValueError(
-                f"Cannot flatten {what}: it is {kind}, and a flat parameter would bypass its operations; "
-                f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
-            )
-        if param.requires_grad and not has_gradients(param.dtype):
-            raise ValueError(
-                f"Cannot flatten {what}: no collective adds {param.dtype} up, so it cannot train; build it in a wider "
-                "dtype, freeze it before it is wrapped, or ignore it (ignored_states)"
-            )
-        if not can_be_copied(param.dtype):
-            raise ValueError(
-                f"Cannot flatten {what}: torch copies no {param.dtype}; view it as torch.uint8, or ignore it "
-                "(ignored_states)"
-            )
-        if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
-            raise ValueError(
-                f"LayerZero keeps master weights and adds gradients in the parameter's own precision, which is low for "
-                f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
-                "before it is wrapped"
-            )
-        if original.in_bytes:
-            holder = None if original.kept is None else original.kept.holder(original.param, original.names[0].module)
-            if holder is not None:
-                raise ValueError(
-                    f"Cannot flatten {what}: `{holder}` shares its memory, and its module computes with that, so "
-                    "neither a shard nor a load would reach the module; ignore it (ignored_states)"
-                )
-            continue  # bytes have a separate flat parameter, so the dtype need not match
-        if param.dtype != first.param.dtype and not options.segments:
-            raise ValueError(
-                f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
-                f"{param.dtype} ({what}); pass segments=True, or wrap them in separate units"
-            )
-        if param.requires_grad != first.param.requires_grad and not options.segments and not options.use_orig_params:
-            raise ValueError(
-                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
-                f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
-            )
+        _check_alone(original, options, what)
+        if not original.in_bytes:  # bytes have a separate flat parameter, so the dtype need not match
+            _check_beside(original, first, options, what)
     for group in by_flat_param(list(originals), options):
         if not any(original.shape.numel() for original in group):
             names = ", ".join(f"`{original.fqn}` {tuple(original.shape)}" for original in group)
             raise ValueError(f"Cannot flatten parameters without any element: {names}; ignore them (ignored_states)")
     there = [original for original in originals if original.template is None and not original.param.is_meta]
     check_memory([original.fqn for original in there], [original.param for original in there])
+
+
+def _check_alone(original: ParamInfo, options: Options, what: str) -> None:
+    """Raises: ValueError if no unit can flatten the parameter, which messages call ``what``."""
+    param = original.param
+    refusal = why_not_dense(param, what)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if not _C.is_plain_tensor(param):
+        kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
+        freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""
+        mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
+        raise ValueError(
+            f"Cannot flatten {what}: it is {kind}, and a flat parameter would bypass its operations; "
+            f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
+        )
+    if param.requires_grad and not has_gradients(param.dtype):
+        raise ValueError(
+            f"Cannot flatten {what}: no collective adds {param.dtype} up, so it cannot train; build it in a wider "
+            "dtype, freeze it before it is wrapped, or ignore it (ignored_states)"
+        )
+    if not can_be_copied(param.dtype):
+        raise ValueError(
+            f"Cannot flatten {what}: torch copies no {param.dtype}; view it as torch.uint8, or ignore it "
+            "(ignored_states)"
+        )
+    if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
+        raise ValueError(
+            f"LayerZero keeps master weights and adds gradients in the parameter's own precision, which is low for "
+            f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
+            "before it is wrapped"
+        )
+    if original.in_bytes:
+        holder = None if original.kept is None else original.kept.holder(original.param, original.names[0].module)
+        if holder is not None:
+            raise ValueError(
+                f"Cannot flatten {what}: `{holder}` shares its memory, and its module computes with that, so "
+                "neither a shard nor a load would reach the module; ignore it (ignored_states)"
+            )
+
+
+def _check_beside(original: ParamInfo, first: ParamInfo, options: Options, what: str) -> None:
+    """Raises: ValueError if the parameter cannot be in one unit with ``first``."""
+    param = original.param
+    if param.dtype != first.param.dtype and not options.segments:
+        raise ValueError(
+            f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
+            f"{param.dtype} ({what}); pass segments=True, or wrap them in separate units"
+        )
+    if param.requires_grad != first.param.requires_grad and not options.segments and not options.use_orig_params:
+        raise ValueError(
+            "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+            f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
+        )
 
 
 @functools.cache

@@ -94,16 +94,8 @@ class ModelStates(Kinds):
         # Not for the other forms: their tensors may be the targets of a load, which ends the mismatch
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
             unit.check_not_mismatched("state_dict")
-        config = self._settings.state_dict_config
-        to_cpu, keep_vars = config.offload_to_cpu, kwargs.get("keep_vars", False)
-        drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
+        to_cpu, keep_vars = self._settings.state_dict_config.offload_to_cpu, kwargs.get("keep_vars", False)
         gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
-
-        def take(flat_param: FlatParam, original: ParamInfo, value: Tensor) -> Any:
-            if kind is StateDictType.SHARDED_STATE_DICT:
-                return cut_rows(flat_param, original, value, to_cpu=to_cpu)
-            return copy_of(value, to_cpu)
-
         if destination is None:
             destination = kwargs["destination"] = _empty()
         below: list[tuple[int, str]] = []
@@ -115,22 +107,43 @@ class ModelStates(Kinds):
                 _ready[below[-1]] = given
             metadata = getattr(destination, "_metadata", {})
             counts = len(destination), len(metadata)
-            whole = kind is StateDictType.FULL_STATE_DICT
-            on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
-            with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
-                super().state_dict(**kwargs)
-                if kind is StateDictType.LOCAL_STATE_DICT:
-                    settle(unit.flat_params)
-                    put_flat(unit, destination, prefix + FSDP_PREFIX, to_cpu)
-                else:
-                    take_own(unit, destination, prefix + FSDP_PREFIX, keep_vars, None if drops else take)
+            self._add_own(kwargs, prefix + FSDP_PREFIX, kind, gathers)
         finally:
             for key in below:
                 _ready.pop(key, None)
         for mapping, count in zip((destination, metadata), counts, strict=True):
             rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
-        if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT:  # buffers, and parameters that no unit shards
-            for key in itertools.islice(reversed(destination), len(destination) - counts[0]):
+        self._convert(destination, prefix, counts[0] if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT else None)
+        return destination
+
+    def _add_own(self, kwargs: dict[str, Any], prefix: str, kind: StateDictType, gathers: bool) -> None:
+        """Add this unit's entries to ``kwargs["destination"]``, from its gathered parameters if ``gathers``."""
+        unit, destination, config = self._unit, kwargs["destination"], self._settings.state_dict_config
+        to_cpu = config.offload_to_cpu
+        drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
+
+        def take(flat_param: FlatParam, original: ParamInfo, value: Tensor) -> Any:
+            if kind is StateDictType.SHARDED_STATE_DICT:
+                return cut_rows(flat_param, original, value, to_cpu=to_cpu)
+            return copy_of(value, to_cpu)
+
+        whole = kind is StateDictType.FULL_STATE_DICT
+        on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
+        with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
+            super().state_dict(**kwargs)
+            if kind is StateDictType.LOCAL_STATE_DICT:
+                settle(unit.flat_params)
+                put_flat(unit, destination, prefix, to_cpu)
+            else:
+                take_own(unit, destination, prefix, kwargs.get("keep_vars", False), None if drops else take)
+
+    def _convert(self, destination: dict[str, Any], prefix: str, on_host_from: int | None) -> None:
+        """Move entries from the ``on_host_from``-th on to the host, and give buffers the dtype of the unwrapped model.
+
+        These entries are buffers, and parameters that no unit shards.
+        """
+        if on_host_from is not None:
+            for key in itertools.islice(reversed(destination), len(destination) - on_host_from):
                 value = destination[key]
                 if isinstance(value, Tensor) and not is_rows(value) and value.device.type not in ("cpu", "meta"):
                     destination[key] = value.to("cpu")
@@ -138,7 +151,6 @@ class ModelStates(Kinds):
             value = destination.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype != dtype:
                 destination[prefix + name] = value.to(dtype)
-        return destination
 
     def _ungathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
         """Return the entries that ``nn.Module`` makes from the current tensors, under the unwrapped model's names."""

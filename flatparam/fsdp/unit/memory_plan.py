@@ -124,6 +124,14 @@ class MemoryPlan:
         return self.table()
 
 
+def _wire_dtype(flat: Flat) -> torch.dtype:
+    return flat.reduce_dtype or flat.compute_dtype or flat.dtype
+
+
+def _wire(flat: Flat) -> int:
+    return flat.layout.padded_numel * _wire_dtype(flat).itemsize if flat.is_trained else 0
+
+
 def plan_unit(
     name: str,
     flats: Sequence[Flat],
@@ -156,18 +164,12 @@ def plan_unit(
     def of_gradients(numel: Callable[[Flat], int], dtype: Callable[[Flat], torch.dtype]) -> int:
         return total(lambda flat: numel(flat) * dtype(flat).itemsize if flat.is_trained else 0)
 
-    def on_wire(flat: Flat) -> torch.dtype:
-        return flat.reduce_dtype or flat.compute_dtype or flat.dtype
-
-    def wire(flat: Flat) -> int:
-        return flat.layout.padded_numel * on_wire(flat).itemsize if flat.is_trained else 0
-
     def reduced(flat: Flat) -> int:
         into = copy_shards if nested and copy_shards else flat.layout.world_size
-        return wire(flat) // into if into > 1 else 0
+        return _wire(flat) // into if into > 1 else 0
 
     def halfway(flat: Flat) -> int:
-        last = wire(flat) // flat.layout.world_size if nested and copy_shards else 0
+        last = _wire(flat) // flat.layout.world_size if nested and copy_shards else 0
         return reduced(flat) + last if last or spread.replicate is not None else 0
 
     return UnitPlan(
@@ -179,7 +181,7 @@ def plan_unit(
         always_full=spread.param is None and spread.optim is not None,
         resharded=spread.reshard_after_forward,
         unpacked=of_gradients(lambda flat: sum(flat.layout.numels), lambda flat: flat.compute_dtype or flat.dtype),
-        wire=total(wire),
+        wire=total(_wire),
         reduced=total(reduced),
         kept=of_gradients(
             lambda flat: flat.layout.padded_numel // (copy_shards if nested and copy_shards else 1),
@@ -189,7 +191,7 @@ def plan_unit(
         copy=total(full) // copy_shards if copy_shards else 0,
         halfway=total(halfway),
         converted=of_gradients(
-            lambda flat: flat.layout.shard_numel if on_wire(flat) != flat.dtype else 0, lambda flat: flat.dtype
+            lambda flat: flat.layout.shard_numel if _wire_dtype(flat) != flat.dtype else 0, lambda flat: flat.dtype
         ),
         copied=bool(copy_shards) or (spread.param is None and spread.optim is not None),
         reduces_each=nested,

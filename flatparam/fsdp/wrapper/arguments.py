@@ -57,7 +57,7 @@ def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> Sh
     shards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if not shards or placement.given is None or placement.given.size() > 1:
         return strategy
-    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=4)
     return ShardingStrategy.NO_SHARD
 
 

@@ -68,8 +68,7 @@ class Stepping(Wrapper):
             self._lazy_init()
         if self._full_in_eval:
             self._choose_precision()
-        records = torch.is_grad_enabled()
-        if not records:
+        if not (records := torch.is_grad_enabled()):
             self._refuse_untrained()
         device = self._moves_to
         if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
@@ -329,7 +328,7 @@ class Stepping(Wrapper):
         with _C.Block(lambda: None, functools.partial(in_turn, steps)):
             leave_forwards()
 
-    def _compute_as_set(self: Any) -> None:
+    def _compute_as_set(self) -> None:
         """Set the precision from the environment again, which an interrupted summoned forward may have changed."""
         self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
         if self._in_full and not (self._full_in_eval and not self.module.training):

@@ -18,7 +18,7 @@ from ...common.switches import environment_is_on, fakes
 from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
 from ..api import ShardingStrategy
 from ..desync.checked_collectives import check_exchanges
-from ..desync.same_unit import check_same_unit, telling
+from ..desync.same_unit import Agreed, check_same_unit, telling
 from ..desync.unit_ids import assign
 from ..errors import StateError, WritebackError
 from ..interop.patches import refuse_wrapped
@@ -27,6 +27,7 @@ from ..sharding.extensions import extensions_of
 from ..sharding.parameters import (
     Atomic,
     Options,
+    ParamInfo,
     check_layout_arguments,
     choose_blocks,
     default_alignment,
@@ -133,86 +134,21 @@ class FullyShardedDataParallel(
         watch_torch(self)
         comparing = default_groups(process_group, device_mesh, placement)
         with telling(comparing):
-            self._strategy = ShardingStrategy.of(sharding_strategy)
-            if auto_wrap_policy is not None and process_group is device_mesh is placement is None:
-                process_group = arguments["process_group"] = groups_of_machine(self._strategy)
-            self._placement = placement_of(self._strategy, process_group, device_mesh, sharding_strategy, placement)
-            self._strategy = strategy_of_one_rank(self._strategy, self._placement)
-            if placement is not None and placement.has_secondary_shard:
-                check_pair(placement.param, placement.optim, "Placement")
-            if placement is not None and placement.outer is not None:
-                outer_group(placement.param, placement.optim, placement.outer)
+            self._choose_placement(arguments, auto_wrap_policy is not None)
             comparing[:] = self._placement.compared
             check_types(module=module, **arguments)
-            if isinstance(module, Wrapper):
-                wrapped: Unit = vars(module)["_unit"]
-                raise ValueError(
-                    f"the module is a FullyShardedDataParallel already, {wrapped.name} with {first_name(wrapped)}: "
-                    "wrap a module once (its `.module` is the wrapped module)"
-                )
-            if backward_prefetch not in PREFETCH:
-                raise TypeError(
-                    f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}"
-                )
-            check_layout_arguments(shard_alignment, atomic)
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                warnings.warn(
-                    f"FSDP will not all-gather parameters for containers that do not implement forward: "
-                    f"a {type(module).__name__} has none. Wrap the "
-                    "modules in it, or the one that holds it",
-                    stacklevel=2,
-                )
-            self._backward_prefetch = backward_prefetch
-            self._forward_prefetch = forward_prefetch
-            self.limit_all_gathers = limit_all_gathers
-            self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-            self.cpu_offload = cpu_offload if cpu_offload is not None else CPUOffload()
-            self._use_orig_params = use_orig_params
-            ignored_modules_set, ignored_params = ignored(module, ignored_modules, ignored_states)
-            if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
-                raise ValueError(
-                    f"{self._strategy.name} adds gradients in the parameter's own precision: "
-                    "keep_low_precision_grads=True would lose that; leave it out"
-                )
-            if offload_grads and not self._placement.full_precision:
-                raise ValueError(
-                    f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
-                    "LAYER_ZERO_NESTED, which add them up over micro-batches"
-                )
-            self._ignored_params = ignored_params
+            self._take_settings(module, arguments)
+            ignored_modules_set, self._ignored_params = ignored(module, ignored_modules, ignored_states)
+            self._check_gradients(offload_grads)
             refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
-                self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, ignored_params, arguments)
-            for inner in module.modules():
-                if isinstance(inner, Wrapper):
-                    ignored_params |= inner._ignored_params
-                    if inner._outer is None or inner._outer() is None:
-                        inner._outer = weakref.ref(self)
-            self._device_id = device = device_of(device_id)
+                self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, arguments)
+            self._take_inner(module)
+            self._device_id = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
             check_not_shared(module, own)
             before = parameters_of(own)
-            computes_on = None  # the device of forward and backward, if the shards lie elsewhere
-            if self.cpu_offload.offload_params:
-                computes_on = accelerator_of(own, ignored_params, device)
-            materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
-            move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
-            extensions = extensions_of(self._placement.mesh)
-            originals = find_originals(own, module, ignored_params, extensions, self._placement)
-            choose_blocks(originals, atomic)
-            of_params = computes_on or next((original.param.device for original in originals), device)
-            options = Options(
-                self._placement,
-                self.mixed_precision,
-                use_orig_params,
-                segments,
-                default_alignment(of_params) if shard_alignment is None else shard_alignment,
-                atomic,
-                offload_grads,
-                computes_on,
-                self.cpu_offload.offload_params,
-                extensions,
-            )
+            originals, options, device = self._prepare(module, own, arguments)
             name = f"the unit of {type(module).__name__}"
             check_device(name, originals, options)
             agreed = check_same_unit(
@@ -222,36 +158,134 @@ class FullyShardedDataParallel(
                 lambda: digests_of(originals) if check_values and not sync_module_states else {},
             )
             comparing.clear()
-            if of_params is not None:
-                check_exchanges(self._placement.groups, of_params)
-            self._placement = self._placement.with_host(of_params)
-            options = dataclasses.replace(options, placement=self._placement)
+            if device is not None:
+                check_exchanges(self._placement.groups, device)
+            self._placement = self._placement.with_host(device)
             if sync_module_states:
-                synchronize(own, ignored_params, self._placement, computes_on, extensions)
+                synchronize(own, self._ignored_params, self._placement, options.device, options.extensions)
             self._buffer_dtypes = {}
             self.add_module(FSDP_WRAPPED_MODULE, module)
-            self._unit = Unit(module, originals, options, name)
+            self._unit = Unit(module, originals, dataclasses.replace(options, placement=self._placement), name)
             take_out(self._unit, before)
-            assign(self._unit, agreed.numbers)
-            self._unit.mismatched = agreed.mismatched
-            if agreed.mismatched:
-                why = self._unit.why_mismatched()
-                warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=2)
-            seal(self._unit, [self, *own], ignored_params)
-            warn_of_padding(self._unit)
-            self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
-            self._fakes = fakes()
-            self._missing = []
-            self._settings = first_settings()
-            self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+            self._join_registry(agreed, own)
+
+    def _choose_placement(self, arguments: dict[str, Any], has_policy: bool) -> None:
+        """Set strategy and placement. If a policy and no groups are given, put the machine's groups into ``arguments``.
+
+        The units that the policy makes get these arguments, and so the same groups.
+        """
+        strategy, mesh, placement = (arguments[name] for name in ("sharding_strategy", "device_mesh", "placement"))
+        self._strategy = ShardingStrategy.of(strategy)
+        if has_policy and arguments["process_group"] is mesh is placement is None:
+            arguments["process_group"] = groups_of_machine(self._strategy)
+        self._placement = placement_of(self._strategy, arguments["process_group"], mesh, strategy, placement)
+        self._strategy = strategy_of_one_rank(self._strategy, self._placement)
+        if placement is not None and placement.has_secondary_shard:
+            check_pair(placement.param, placement.optim, "Placement")
+        if placement is not None and placement.outer is not None:
+            outer_group(placement.param, placement.optim, placement.outer)
+
+    def _take_settings(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """Check the module and the settings that need no other object, and set the attributes with torch's names."""
+        if isinstance(module, Wrapper):
+            wrapped: Unit = vars(module)["_unit"]
+            raise ValueError(
+                f"the module is a FullyShardedDataParallel already, {wrapped.name} with {first_name(wrapped)}: "
+                "wrap a module once (its `.module` is the wrapped module)"
+            )
+        prefetch = arguments["backward_prefetch"]
+        if prefetch not in PREFETCH:
+            raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {prefetch!r}")
+        check_layout_arguments(arguments["shard_alignment"], arguments["atomic"])
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"a {type(module).__name__} has none. Wrap the "
+                "modules in it, or the one that holds it",
+                stacklevel=3,
+            )
+        self._backward_prefetch = prefetch
+        self._forward_prefetch = arguments["forward_prefetch"]
+        self.limit_all_gathers = arguments["limit_all_gathers"]
+        self.mixed_precision = arguments["mixed_precision"] or MixedPrecision()
+        self.cpu_offload = arguments["cpu_offload"] or CPUOffload()
+        self._use_orig_params = arguments["use_orig_params"]
+
+    def _check_gradients(self, offload_grads: bool) -> None:
+        """Raises: ValueError if the strategy does not add or offload gradients as the arguments ask."""
+        if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
+            raise ValueError(
+                f"{self._strategy.name} adds gradients in the parameter's own precision: "
+                "keep_low_precision_grads=True would lose that; leave it out"
+            )
+        if offload_grads and not self._placement.full_precision:
+            raise ValueError(
+                f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
+                "LAYER_ZERO_NESTED, which add them up over micro-batches"
+            )
+
+    def _take_inner(self, module: nn.Module) -> None:
+        """Ignore what the wrappers inside ignore, and become the outer wrapper of those that have none."""
+        for inner in module.modules():
+            if isinstance(inner, Wrapper):
+                self._ignored_params |= inner._ignored_params
+                if inner._outer is None or inner._outer() is None:
+                    inner._outer = weakref.ref(self)
+
+    def _prepare(
+        self, module: nn.Module, own: list[nn.Module], arguments: dict[str, Any]
+    ) -> tuple[list[ParamInfo], Options, torch.device | None]:
+        """Give the parameters memory and values on the right device.
+
+        Returns: the parameters of the unit, its settings, and the device of forward and backward (None: no parameters).
+        """
+        device, ignored_params = self._device_id, self._ignored_params
+        computes_on = None  # the device of forward and backward, if the shards lie elsewhere
+        if self.cpu_offload.offload_params:
+            computes_on = accelerator_of(own, ignored_params, device)
+        on_host = _HOST if computes_on else device
+        materialize(own, ignored_params, arguments["param_init_fn"], on_host)
+        move(own, ignored_params, device, on_host, computes_on or device)
+        extensions = extensions_of(self._placement.mesh)
+        originals = find_originals(own, module, ignored_params, extensions, self._placement)
+        choose_blocks(originals, arguments["atomic"])
+        of_params = computes_on or next((original.param.device for original in originals), device)
+        alignment = arguments["shard_alignment"]
+        options = Options(
+            self._placement,
+            self.mixed_precision,
+            self._use_orig_params,
+            arguments["segments"],
+            default_alignment(of_params) if alignment is None else alignment,
+            arguments["atomic"],
+            arguments["offload_grads"],
+            computes_on,
+            self.cpu_offload.offload_params,
+            extensions,
+        )
+        return originals, options, of_params
+
+    def _join_registry(self, agreed: Agreed, own: list[nn.Module]) -> None:
+        """Give the unit its id, seal its modules, and set what later calls read."""
+        assign(self._unit, agreed.numbers)
+        self._unit.mismatched = agreed.mismatched
+        if agreed.mismatched:
+            why = self._unit.why_mismatched()
+            warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=3)
+        seal(self._unit, [self, *own], self._ignored_params)
+        warn_of_padding(self._unit)
+        self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+        self._fakes = fakes()
+        self._missing = []
+        self._settings = first_settings()
+        self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
     def _wrap_descendants(
         self,
         module: nn.Module,
         policy: Any,
         ignored_modules: set[nn.Module],
-        ignored_params: set[nn.Parameter],
         arguments: dict[str, Any],
     ) -> None:
         """Wrap the descendants that ``policy`` selects, and modules of the classes that mixed precision ignores.
@@ -264,6 +298,7 @@ class FullyShardedDataParallel(
                     f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
                     f"{type(module).__name__}: a policy wraps a tree without units"
                 )
+        ignored_params = self._ignored_params
         targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
         precision = self.mixed_precision
         full_precision = tuple(precision._module_classes_to_ignore) if arguments["mixed_precision"] is not None else ()
