@@ -22,12 +22,11 @@ fp_boxes_most(size_t ndim)
  *   begin, end      0 <= begin <= end <= product of shape
  *   offsets, sizes  the caller's, room for fp_boxes_most(ndim) * ndim each; box b, dimension d is at [b * ndim + d]
  *   count           how many boxes were written; 0 for an empty range
- * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if the product of shape does not fit 64 bits;
- * FP_ENOMEM. After a failure *count is as before, and the arrays hold nothing of use.
+ * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if the product of shape does not fit 64 bits. After a
+ * failure *count and the arrays are as before.
  *
- * The staircase, a box for each level at which the range leaves a row, is short, but often not the shortest: [1, 7) of
- * (4, 2) is two columns, not three boxes. A range crosses the dimensions from the first in which its ends differ to the
- * last in which it is not full. For ranges that cross up to three dimensions there are no fewer boxes than these, and
- * nearly always for four and five. Of more, those before the last five are done as in the staircase. */
+ * The elements of each box are consecutive, and follow those of the box before: the staircase. No other cut of the range into
+ * consecutive runs has fewer boxes. Boxes of elements that are not consecutive may be fewer: [1, 7) of (4, 2)
+ * is three boxes here, and could be two columns. */
 fp_status fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end, int64_t *offsets,
                             int64_t *sizes, size_t *count);

@@ -156,7 +156,7 @@ PyMethodDef fp_core_methods[] = {
      "shard has something of by their infos; a tuple each."},
     {"boxes_of_range", FP_METHOD(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
-     "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
+     "Elements [begin, end) of a row-major shape as boxes of consecutive elements: a list of (offsets, sizes)."},
     {"write_report", FP_METHOD(write_report), METH_FASTCALL,
      "write_report($module, rank, step, event, text, /)\n--\n\nThe text of a report for the store. read_report() gives "
      "the four back; lone surrogates in text are escaped."},

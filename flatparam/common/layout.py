@@ -172,10 +172,9 @@ def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: 
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return elements ``[begin, end)`` of a parameter, in row-major order, as disjoint boxes that tile them exactly.
+    """Return elements ``[begin, end)`` of a parameter, in row-major order, as boxes of consecutive elements.
 
-    They are in the order of their first elements, at most ``2 * len(shape) - 1``. The number is minimal for ranges that
-    cross up to three dimensions, and almost always minimal beyond.
+    Each box follows the one before. There are at most ``2 * len(shape) - 1``, or 1 for a scalar.
     Raises: ShardError unless ``0 <= begin <= end <= prod(shape)``.
     """
     return [Box(*box) for box in _C.boxes_of_range(shape, begin, end)]
