@@ -8,7 +8,7 @@ ENVIRONMENT = py=$$($(STARTER) tools/environment.py $(1)) &&
 BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
 
 ASAN = build/asan
-C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h benchmarks/*.c)
+C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h tests/c/*/*.c tests/c/*/*.h benchmarks/*.c)
 
 .PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 

@@ -65,15 +65,15 @@ TORCH_VERSION = "{}"
 def sources(testing: bool = False) -> list[str]:
     """Return the files to compile, the slowest (C++) first; ``testing``: with what tests need and nobody else."""
     folders = [
-        "tensor/*.cpp",
-        "desync/*.cpp",
-        "runtime/*.c",
-        "python/*.c",
-        "module/*.c",
-        "core/*.c",
-        *(["testing/*.c"] * testing),
+        "csrc/tensor/*.cpp",
+        "csrc/desync/*.cpp",
+        "csrc/runtime/*.c",
+        "csrc/python/*.c",
+        "csrc/module/*.c",
+        "csrc/core/*.c",
+        *(["tests/c/testing/*.c"] * testing),
     ]
-    return [str(path) for pattern in folders for path in sorted(Path("csrc").glob(pattern))]
+    return [str(path) for pattern in folders for path in sorted(Path().glob(pattern))]
 
 
 def torch_folder() -> Path | None:

@@ -1,8 +1,8 @@
-/* testing/fp_kernels_py.c -- the accelerator's kernels run on the host: by Python, and by the runtime on a simulated device. */
+/* fp_kernels_py.c -- the accelerator's kernels run on the host: by Python, and by the runtime on a simulated device. */
 #include "core/fp_alloc.h"
 #include "tensor/fp_torch.h"
-#include "testing/fp_host_kernels.h"
-#include "testing/fp_testing.h"
+#include "fp_host_kernels.h"
+#include "fp_testing.h"
 
 static int packed, measured, scaled; /* calls so far */
 static int too_old;                  /* the device, for what was compiled */

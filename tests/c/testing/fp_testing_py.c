@@ -1,7 +1,7 @@
-/* testing/fp_testing_py.c -- flatparam._C_testing: what only tests and benchmarks ask of the core. Builds for development
+/* fp_testing_py.c -- flatparam._C_testing: what only tests and benchmarks ask of the core. Builds for development
  * have it, in the same library as flatparam._C, whose allocations and SIMD level it shares; an installation has not.
  * Its functions take memory only as objects with the buffer protocol, checked against the sizes asked for. */
-#include "testing/fp_testing.h"
+#include "fp_testing.h"
 
 #include <string.h>
 

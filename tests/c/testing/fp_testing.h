@@ -1,4 +1,4 @@
-/* testing/fp_testing.h -- shared by the files of flatparam._C_testing. */
+/* fp_testing.h -- shared by the files of flatparam._C_testing. */
 #ifndef FP_TESTING_H
 #define FP_TESTING_H
 

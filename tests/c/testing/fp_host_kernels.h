@@ -1,4 +1,4 @@
-/* testing/fp_host_kernels.h -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
+/* fp_host_kernels.h -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
 #pragma once
 
 #include "cuda/fp_list_bodies.h"
