@@ -15,10 +15,10 @@ from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 from flatparam import FullyShardedDataParallel
 from flatparam.checkpoint.files import Chunk
+from flatparam.checkpoint.model_plan import ModelPlan
 from flatparam.checkpoint.pieces import all_held
 from flatparam.checkpoint.planning import plan_save
 from flatparam.checkpoint.reading import Source
-from flatparam.checkpoint.targets import into_model
 from flatparam.common.dense import Dense
 
 RANKS = 2
@@ -88,7 +88,8 @@ def _planning(saved: int, loading: int, most: float) -> Row:
     with fake_world(loading):
         model = _many()
         start = time.perf_counter()
-        targets = into_model(list(all_held(model)), source, True, {})
+        targets = ModelPlan(model)
+        targets.plan(list(all_held(model)), source)
         seconds = time.perf_counter() - start
     boxes = sum(map(len, source.model.values()))
     row = Row.of(

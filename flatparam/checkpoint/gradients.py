@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _C
 from ..fsdp.sharding.flat_param import FlatParam
-from ..fsdp.unit.local_params import LocalParam
+from ..fsdp.unit.local_params import LocalParam, UnitParam
 from ..fsdp.unit.summon import refuse_unreduced
 from ..fsdp.unit.unit import Unit
 from .errors import CheckpointError
@@ -26,16 +26,16 @@ from .reading import OfRank, Source
 Kept = dict[str, tuple[int, Tensor, bool]]
 
 
-def _place(held: LocalParam, flat_param: FlatParam) -> tuple[int, int, int]:
-    """Return where a parameter lies in this rank's accumulated gradient of ``flat_param``.
+def _place(held: UnitParam) -> tuple[int, int, int]:
+    """Return where a parameter lies in this rank's accumulated gradient of its flat parameter.
 
     The accumulated gradient is the unsharded gradient; with nested strategies, this rank's part over ``param_shards``.
     Returns: ``(offset in it, first element of the parameter that is there, number of elements)``; zeros if none is.
     """
-    placement, layout = flat_param.placement, flat_param.layout
+    placement, layout = held.flat_param.placement, held.flat_param.layout
     part = layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
     first = part * placement.param_rank if placement.outer is not None else 0
-    offset, numel = layout.offsets[held.number], flat_param.originals[held.number].shape.numel()
+    offset, numel = layout.offsets[held.number], held.original.shape.numel()
     begin, end = max(first, offset), min(first + part, offset + numel)
     return (begin - first, begin - offset, end - begin) if begin < end else (0, 0, 0)
 
@@ -54,10 +54,10 @@ def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool)
         for unit in units:
             unit.core.note_user_edits(False)
         for one in held if saves else ():
-            if one.unit is not None and one.flat_param is not None:
+            if isinstance(one, UnitParam):
                 kept = one.unit.core.accumulated()[one.unit.flat_params.index(one.flat_param)]
                 if kept is not None:
-                    at, start, numel = _place(one, one.flat_param)
+                    at, start, numel = _place(one)
                     shown = one.owner.grad is not None and not one.owner.requires_grad
                     found[one.name] = (start, kept.narrow(0, at, numel), shown)
         for unit in units:
@@ -84,11 +84,11 @@ class Sums:
         self._found: dict[Unit, list[tuple[Tensor | None, list[bool]]]] = {}
         for one in held:
             start, numel, owed = told.get(one.name, (0, 0, False))
-            if one.unit is None or one.flat_param is None:
+            if not isinstance(one, UnitParam):
                 if one.name in told:
                     raise _misfit(one.name, "no unit has that here")
                 continue
-            at, first, here = _place(one, one.flat_param)
+            at, first, here = _place(one)
             if one.name in told and (start, numel) != (first, here):
                 raise _misfit(
                     one.name,

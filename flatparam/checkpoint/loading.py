@@ -23,24 +23,22 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _C
-from ..fsdp.names import bare_names
-from ..fsdp.states.loading import note_filled
-from ..fsdp.states.optimizer_loading import piece_of
 from .base import check_sums, sums_of_samples
+from .boxes import Read
 from .converting import Convert
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
 from .gradients import Sums, sums_of
 from .index import Index
-from .modules import Taken, take
+from .model_plan import ModelPlan
 from .optimizers import Named
-from .pieces import InHandle, all_held
+from .pieces import all_held
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
 from .rendezvous import Rendezvous
-from .targets import Targets, check_tied, into_model, into_optimizer, values_of_modules
+from .targets import Targets, into_optimizer, values_of_modules
 from .values import decode
 
 
@@ -118,19 +116,19 @@ def load(
         error = None  # its traceback holds this frame, and with it the model
         loading.close()
         seconds = meter.close()
-    if loading.into[0].rounded and rendezvous.is_first:
-        name, stored, dtype = loading.into[0].rounded[0]
+    plan, index = loading.into, loading.index
+    if plan.rounded and rendezvous.is_first:
+        name, stored, dtype = plan.rounded[0]
         warnings.warn(
-            f"{path}: {len(loading.into[0].rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} "
-            f"there, and {dtype} here",
+            f"{path}: {len(plan.rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} there, and "
+            f"{dtype} here",
             stacklevel=2,
         )
-    for why in loading.into[-1].without_state if rendezvous.is_first else ():
+    for why in loading.targets.without_state if rendezvous.is_first else ():
         warnings.warn(f"{path}: the optimizer's state in the checkpoint {why}", stacklevel=2)
-    index = loading.index
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
-    loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected
-    loaded.base = list(loading.into[0].base.values())
+    loaded.missing, loaded.unexpected = plan.missing, plan.unexpected
+    loaded.base = list(plan.base.values())
     if index is not None:
         loaded.world_size, loaded.extra = index.world_size, loading.extra
     return loaded
@@ -159,23 +157,28 @@ class _Loading:
     def __init__(self, model: nn.Module, optimizer: Any, rendezvous: Rendezvous):
         self.path, self.model, self.optimizer, self.rendezvous = Path(), model, optimizer, rendezvous
         self.source: Source | None = None
-        self.into: list[Targets] = []
+        self.into = ModelPlan(model)
+        self.targets = Targets()
         self.named: Named | None = None
         self.sums: Sums | None = None
         self.extra: Any = None
         self.digest = ""
         self.base_sums: dict[str, int] = {}  # of the model's base parameters, for the first rank to compare
         self._of_modules: list[tuple[Any, Any]] = []
-        self._taken: Taken | None = None  # the modules' own load: close() undoes it, unless commit() has begun
 
     @property
     def index(self) -> Index | None:
         return None if self.source is None else self.source.index
 
     @property
+    def reads(self) -> list[Read]:
+        """All reads of this rank."""
+        return self.into.reads + self.targets.reads
+
+    @property
     def bytes(self) -> int:
         """The number of bytes that this rank reads."""
-        return sum(read.out.numel() * read.out.itemsize for targets in self.into for read in targets.reads)
+        return sum(read.out.numel() * read.out.itemsize for read in self.reads)
 
     @torch.inference_mode(False)
     def plan(self, strict: bool, trusted: bool, check_finite: bool, convert: Convert) -> None:
@@ -193,20 +196,24 @@ class _Loading:
             if index is not None:
                 self.extra = read_extra_of(source, index, self.rendezvous.rank % index.world_size)
             source.look = partial(refuse_not_finite, source) if check_finite else None
-            self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
-            self.into = [into_model(held, source, strict, self._own("own"), taken, base)]
+            plan = self.into
+            plan.plan(held, source, self._own("own"), values, about, strict)
+            if strict and (plan.missing or plan.unexpected):
+                told = (("missing in the checkpoint", plan.missing), ("not in the model", plan.unexpected))
+                parts = (f"{kind}: " + ", ".join(f"`{name}`" for name in names) for kind, names in told if names)
+                raise CheckpointError("; ".join(parts))
         if base is not None and strict:
-            self.base_sums = sums_of_samples(self.into[0].base, self.rendezvous.rank)
-        if strict and taken is None and values:
+            self.base_sums = sums_of_samples(plan.base, self.rendezvous.rank)
+        if strict and plan.taken is None and values:
             raise CheckpointError(f"the model has no module for `{min(values)}`")
         if self.optimizer is not None:
             self.named = Named(self.optimizer, held)
-            told = source.told_of_optimizer()
-            if told is None:
+            of_optimizer = source.told_of_optimizer()
+            if of_optimizer is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
             with naming_checkpoint(self.path):
                 own = self._own("own_states")
-                self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
+                self.targets = into_optimizer(self.named, of_optimizer, source, strict, own, convert)
             self.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
 
     def _plan_modules(self, strict: bool) -> dict[str, Any]:
@@ -238,40 +245,27 @@ class _Loading:
         assert self.source is not None
         meter.expect(self.bytes)
         with naming_checkpoint(self.path):
-            for targets in self.into:
-                check_reads(self.source, targets.reads, self.source.look, meter.add)
-            for held, name, other in self.into[0].tied:
-                check_tied(self.source, held, name, other)
+            check_reads(self.source, self.reads, self.source.look, meter.add)
+            self.into.check_tied(self.source)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def commit(self) -> None:
         """Read into the shards, tell the units, set states and gradients. A failure leaves the model loaded in part."""
         assert self.source is not None
-        for targets in self.into:
-            for read in targets.reads:
-                self.source.read(read)
-        computed = {} if self._taken is None else self._taken.values
-        self._taken = None  # from here on nothing is undone
-        for held, whole in computed.items():
-            held.flat.copy_(piece_of(held, whole))
-        for held in self.into[0].touched:
-            torch.autograd.graph.increment_version(held.owner)
-            if isinstance(held, InHandle):
-                held.handle._forget_what_was_gathered()
-        names = {*self.source.model, *(name for one in self.into[0].touched for name in one.names)}
-        note_filled(self.model, names, bare_names(self.model))
+        for read in self.reads:
+            self.source.read(read)
+        self.into.commit()
         for module, value in self._of_modules:
             module.set_extra_state(value)
         if self.named is not None:
-            _, targets = self.into
-            for param, values in targets.state:
+            for param, values in self.targets.state:
                 self.named.set_state(param, values)
-            for group, values in zip(self.named.param_groups, targets.groups, strict=False):
+            for group, values in zip(self.named.param_groups, self.targets.groups, strict=False):
                 group.update(values)
             assert self.sums is not None
             self.sums.put()
-            for param, grad in targets.gradients:
+            for param, grad in self.targets.gradients:
                 _C.set_grad(param, grad)
             self.sums.show()
 
@@ -289,7 +283,6 @@ class _Loading:
             check_sums(self.index.about["base"], [sums for _, sums in said])
 
     def close(self) -> None:
-        if self._taken is not None:
-            self._taken.before.restore()
+        self.into.undo()
         if self.source is not None:
             self.source.close()

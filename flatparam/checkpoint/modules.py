@@ -26,7 +26,6 @@ from ..fsdp.states.values import same
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .files import NAMES, Chunk
-from .pieces import InHandle
 from .reading import OfRank, Source
 from .shown import StandIns, shown
 from .values import decode
@@ -107,12 +106,12 @@ def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
     if not any(gives_by_itself(inner) or takes_by_itself(inner) for inner in module.modules()):
         return None
     stand_ins = StandIns()
-    cut = [one for one in held if one.flat_param is not None or isinstance(one, InHandle)]
+    cut = [one for one in held if one.is_managed]
     with ungathered(), shown(module, cut, stand_ins), stand_ins:
         state = module.state_dict(keep_vars=True)
     found, bare = Given(), bare_names(module)
     by_name = {name: one for one in held for name in one.names}
-    by_place = {_place(one.owner): one for one in held if one.shard_slice is None and not isinstance(one, InHandle)}
+    by_place = {_place(one.owner): one for one in held if not one.is_managed}
     for key, value in state.items():
         name = bare(key)
         one = (stand_ins.held_of(value) or by_place.get(_place(value))) if isinstance(value, Tensor) else None

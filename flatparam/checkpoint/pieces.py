@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.tensors import refuse_freed
 from ..fsdp.names import bare_names
-from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
+from ..fsdp.unit.local_params import LocalParam, UnitParam, local_params_of, refuse_forms
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
 
@@ -24,6 +24,7 @@ class InHandle(LocalParam):
     """A parameter that LayerZero's handle has sharded."""
 
     handle: FlatParamHandle
+    is_managed = True
 
     def _find_flat(self) -> Tensor:
         flat_param = self.handle.flat_param
@@ -64,12 +65,9 @@ def written(held: LocalParam, rank: int) -> tuple[int, int]:
     """
     if isinstance(held, InHandle):
         return held.start, held.start + held.numel
-    if held.flat_param is None or held.shard_slice is None:
+    if not isinstance(held, UnitParam):
         return 0, held.numel if rank == 0 else 0
-    numel, placement = (
-        held.flat_param.layout.shard_numel,
-        held.flat_param.placement,
-    )  # its replicas write the other elements
+    numel, placement = held.flat_param.layout.shard_numel, held.flat_param.placement
     replica = 0 if placement.replicate is None else dist.get_rank(placement.replicate)
     first, last = numel * replica // placement.replicas, numel * (replica + 1) // placement.replicas
     begin, end = max(first, held.shard_slice.start), min(last, held.shard_slice.start + held.numel)

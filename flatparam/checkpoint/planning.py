@@ -147,7 +147,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: first for first, *others in names.values() for name in others} if rank == 0 else {}
     plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
-    rest = (one for one in plan.held if one.unit is None and not isinstance(one, InHandle) and one not in base)
+    rest = (one for one in plan.held if not one.is_managed and one not in base)
     plan.alone.tensors = {names[one][0]: one.owner.detach() for one in rest if one.numel or given is not None}
     if given is not None:
         _plan_given(plan, given, rank)
@@ -224,7 +224,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
         if of_piece:
             pieces.setdefault(held.name, {})[key] = _piece(named, held, key, value, name, values)
         keys.setdefault(held.name, []).append(key)
-        if held.unit is None and not isinstance(held, InHandle):
+        if not held.is_managed:
             if kind == "box" and key != GRADIENT:
                 whole = Box((0,) * len(held.shape), held.shape)
                 plan.alone.states[name] = held.dense.view(value, 0, whole)

@@ -1,7 +1,7 @@
 """``load_safetensors``: load safetensors files into a wrapped model. Each rank reads the elements of its own shards.
 
-Plan and check on each rank, agree over the units' groups by a collective, then commit: see `loading.py` for the same
-order. A model without values is read into directly, and blanked again if the load fails.
+Plan and check on each rank (`model_plan.py`), agree over the units' groups by a collective, then commit. A model
+without values is read into directly, and blanked again if the load fails.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from ..fsdp.names import bare_names
 from ..fsdp.sharding.deferred import blank
-from ..fsdp.sharding.parameters import same_bytes
 from ..fsdp.sharding.unit_description import digest_of
-from ..fsdp.states.loading import Values, agree_on_loading, may_become, note_filled
-from ..fsdp.states.optimizer_loading import piece_of
-from ..fsdp.states.safetensors_files import Entry, Files, sample_of
+from ..fsdp.states.loading import Values, agree_on_loading
+from ..fsdp.states.safetensors_files import Files, sample_of
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..fsdp.unit.unit import units_of
 from .errors import naming_checkpoint
 from .foreign import Foreign, whole_tensors
-from .modules import Taken, take
+from .model_plan import ModelPlan
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -87,105 +84,57 @@ class _Loading:
     def __init__(self, module: nn.Module):
         self.values: Values = {}
         self._module = module
-        self._bare = bare_names(module)
-        self._read: list[tuple[LocalParam, Tensor]] = []  # (target, the elements read: in place, or in a copy)
+        self._read: dict[LocalParam, Tensor] = {}  # target -> the elements read: in place, or in a copy
         self._reader: Files | None = None
-        self._taken: Taken | None = None
-        self._found = _IncompatibleKeys([], [])
+        self._plan = ModelPlan(module, self._into)
 
     def plan(self, files: Paths, strict: bool) -> None:
         """Check all names and read this rank's elements. Raises: an exception; the caller then calls ``undo``."""
-        wanted = list(local_params_of(self._module, name_of=self._bare))
-        refuse_forms(wanted, "load_safetensors", "load it before it is parallelized, or by a state dict")
+        held = list(local_params_of(self._module, name_of=bare_names(self._module)))
+        refuse_forms(held, "load_safetensors", "load it before it is parallelized, or by a state dict")
         reader = self._reader = Files(files)
+        source, plan = _Given(reader), self._plan
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
-            taken = self._taken = take(self._module, wanted, _Given(reader), {}, {}, {})
-        entries: dict[LocalParam, dict[str, Entry]] = {}
-        for one in wanted:
-            names = one.names if taken is None else taken.names.get(one, [])
-            if any(name in reader.entries for name in names):
-                entries[one] = {name: reader.entries[name] for name in names if name in reader.entries}
-        self._found = _match(wanted, entries, reader, strict, taken)
+            plan.plan(held, source)
+        lines = [
+            f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + "."
+            for kind, names in (("Missing", plan.missing), ("Unexpected", plan.unexpected))
+            if names
+        ]
+        if strict and lines:
+            raise RuntimeError(" ".join(lines))
+        for read in plan.reads:
+            source.read(read)
+        plan.check_tied(source)
         self.values["the header"] = (None, reader.digest)
-        for one, mine in entries.items():  # in place, if the model has no values that a failure could lose
-            self._read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
-            _read_piece(one, mine, self._read[-1][1])
+        for one, names in plan.names.items():
             if one.unit is not None:
-                self.values |= {name: (one.unit, sample_of(entry)) for name, entry in mine.items()}
-        for one, whole in taken.values.items() if taken is not None else ():
+                self.values |= {name: (one.unit, sample_of(reader.entries[name])) for name in names}
+        for one, whole in plan.taken.values.items() if plan.taken is not None else ():
             if one.unit is not None:
                 self.values[one.name] = (one.unit, f"{whole.dtype} {digest_of(whole)}")
+
+    def _into(self, one: LocalParam) -> Tensor:
+        """Return where the elements of ``one`` are read to: in place, if it has no values that a failure could lose."""
+        self._read[one] = torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat
+        return self._read[one]
 
     @torch.no_grad()
     def commit(self) -> _IncompatibleKeys:
         """Copy the elements read into the module, and tell the units."""
-        computed = {} if self._taken is None else self._taken.values
-        for one, value in self._read:
+        for one, value in self._read.items():
             if value is not one.flat:
                 one.flat.copy_(value)
-        for one, whole in computed.items():
-            one.flat.copy_(piece_of(one, whole))
-        loaded = (*(one for one, _ in self._read), *computed)
-        note_filled(self._module, {name for one in loaded for name in one.names}, self._bare)
-        return self._found
+        self._plan.commit()
+        return _IncompatibleKeys(self._plan.missing, self._plan.unexpected)
 
     def undo(self) -> None:
         """Restore the module."""
-        for one, value in self._read:
+        for one, value in self._read.items():
             if value is one.flat:
                 blank(value)
-        if self._taken is not None:
-            self._taken.before.restore()
+        self._plan.undo()
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
-
-
-def _match(
-    wanted: list[LocalParam],
-    entries: dict[LocalParam, dict[str, Entry]],
-    reader: Files,
-    strict: bool,
-    taken: Taken | None,
-) -> _IncompatibleKeys:
-    """Compare names, shapes, dtypes with the files; return the names that differ. Raises: ValueError, RuntimeError."""
-    if taken is not None:
-        missing, unexpected = taken.missing, taken.unexpected
-    else:
-        missing = [one.name for one in wanted if one not in entries]
-        known = {name for one in wanted for name in one.names}
-        unexpected = [name for name in reader.entries if name not in known]
-    for one, mine in entries.items():
-        for name, entry in mine.items():
-            _check(name, one, entry)
-    if strict and (missing or unexpected):
-        lines = []
-        for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
-            if names:
-                lines.append(f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + ".")
-        raise RuntimeError(" ".join(lines))
-    return _IncompatibleKeys(missing, unexpected)
-
-
-def _check(name: str, one: LocalParam, entry: Entry) -> None:
-    if entry.shape != one.shape:
-        raise ValueError(f"{entry.path}: `{name}` has shape {entry.shape}, the model's has {one.shape}")
-    dtype = one.flat.dtype
-    if not may_become(entry.dtype, dtype):
-        raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
-
-
-def _read_piece(one: LocalParam, entries: dict[str, Entry], out: Tensor) -> None:
-    """Read this rank's elements of ``one`` into ``out``, in the model's memory order; the file is row-major.
-
-    ``entries``: name -> entry; several for a tied parameter. Raises: ValueError if their values differ.
-    """
-    first, *_ = entries
-    for name, entry in entries.items():
-        into = out if name == first else torch.empty_like(out, device="cpu")
-        for box in one.dense.boxes(one.start, one.start + out.numel()):
-            begin = sum(at * stride for at, stride in zip(box.offsets, row_major(one.shape), strict=True))
-            entry.read_box(begin, one.dense.view(into, one.start, box))
-        if into is not out and not same_bytes(into, out.to(into.device)):
-            raise ValueError(f"`{first}` and `{name}` are one parameter, and have different values in the files")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..fsdp.sharding.pytrees import find_tensors
-from ..fsdp.unit.local_params import LocalParam
+from ..fsdp.unit.local_params import LocalParam, UnitParam
 from .errors import CheckpointError
 
 # Methods that return the stand-in itself: a state dict sees the same value
@@ -57,7 +57,7 @@ class StandIns(TorchFunctionMode):
 
     def of_held(self, held: LocalParam) -> nn.Parameter:
         """Make a stand-in of a parameter, with the attributes of the parameter object."""
-        param = held.owner if held.shard_slice is None else held.original.param
+        param = held.original.param if isinstance(held, UnitParam) else held.owner
         empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
         made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
         made.__dict__.update(vars(param))
@@ -189,9 +189,9 @@ def _places(
     alone: dict[int, nn.Parameter | None] = {}
     for one in held:
         made = stand_ins.of_held(one)
-        for place in one.original.names if one.shard_slice is not None else ():
+        for place in one.original.names if isinstance(one, UnitParam) else ():
             found.setdefault(place.module, {})[place.name] = made
-        alone[id(one.owner)] = made if one.shard_slice is None else None
+        alone[id(one.owner)] = None if isinstance(one, UnitParam) else made
     for inner in module.modules():
         for name, param in inner._parameters.items():
             if id(param) in alone and name not in found.get(inner, {}):

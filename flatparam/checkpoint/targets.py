@@ -1,7 +1,7 @@
-"""Match a checkpoint with the model and the optimizers here: plan every read and value of a load, and check it.
+"""Match a checkpoint with the optimizers here: plan every read and value of a load into them, and check it.
 
-`loading.py` calls this on each rank. Small values are read here. Reads into shards and states are planned, and carried
-out at commit: nothing is written into the model or the optimizers. No collective calls.
+`loading.py` calls this on each rank. Small values are read here. Reads into states are planned, and carried out at
+commit: nothing is written into the optimizers. No collective calls.
 """
 
 from __future__ import annotations
@@ -12,127 +12,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.names import bare_names
 from ..fsdp.sharding.pytrees import find_tensors
-from ..fsdp.states.loading import may_become
 from ..fsdp.states.optimizer_loading import told_of_missing
-from ..fsdp.states.safetensors_files import DTYPES
 from ..fsdp.states.values import same
 from ..fsdp.unit.local_params import LocalParam
-from .base import Base, check_names
-from .boxes import Read, check_whole, reads_of
+from .boxes import Read, reads_of
 from .converting import Convert, converted_groups
 from .errors import CheckpointError
 from .files import Chunk
-from .modules import Taken
+from .model_plan import check_fits
 from .optimizers import GRADIENT, Named, in_owners_order, like
 from .pieces import InHandle
-from .reading import OfRank, Source, check_reads
+from .reading import OfRank, Source
 from .values import decode
 
 
 @dataclass
 class Targets:
-    """The plan of a load.
+    """The plan of a load into optimizers.
 
     ``reads``: into existing or new tensors. ``state``: (stepped tensor, its new state). ``gradients``: (stepped tensor,
-    its new ``.grad`` or None). ``groups``: new settings of each group. ``touched``: the parameters and buffers written.
+    its new ``.grad`` or None). ``groups``: new settings of each group. ``without_state``: warnings of parameters that
+    begin without state.
     """
 
     reads: list[Read] = field(default_factory=list)
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    base: dict[LocalParam, str] = field(
-        default_factory=dict
-    )  # parameter -> its name in the base; the checkpoint has no values
-    touched: list[LocalParam] = field(default_factory=list)
-    tied: list[tuple[LocalParam, str, str]] = field(default_factory=list)  # two names of one parameter
-    without_state: list[str] = field(default_factory=list)  # warnings: parameters that begin without state
-    rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from dtype to dtype
-
-
-def into_model(
-    held: list[LocalParam],
-    source: Source,
-    strict: bool,
-    own: Mapping[str, list[Chunk]],
-    taken: Taken | None = None,
-    base: Base | None = None,
-) -> Targets:
-    """Plan the reads into the model.
-
-    ``own``: boxes that this rank saved alone; they replace the model's. ``taken``: the outcome of the modules' own
-    load. ``base``: parameters that the checkpoint left out; they keep their values.
-    Raises: CheckpointError naming tensors whose name, shape or kind of dtype does not fit."""
-    found = Targets()
-    known: set[str] = set()
-    for one in held:
-        names = one.names if taken is None else taken.names.get(one, [])
-        known.update(names)
-        name = next((name for name in names if name in source.model), None)
-        of_base = next((name for name in names if name in base), None) if name is None and base else None
-        if of_base is not None:
-            found.base[one] = of_base
-            continue
-        if name is None:
-            found.missing.append(one.name)
-            continue
-        chunks = own.get(name) or source.model[name]
-        _check(name, chunks, one.shape, one.flat.dtype)
-        found.reads += reads_of(name, chunks, one.dense, one.start, one.flat)
-        for other in names:
-            if other != name and other in source.model and own.get(name) is None:
-                _check(other, source.model[other], one.shape, one.flat.dtype)
-                found.tied.append((one, name, other))
-        found.touched.append(one)
-        stored, dtype = DTYPES[chunks[0].dtype], one.flat.dtype
-        if torch.promote_types(stored, dtype) != dtype:
-            found.rounded.append((name, stored, dtype))
-    found.unexpected = [name for name in source.model if name not in known]
-    if taken is not None:
-        found.missing, found.unexpected = taken.missing, taken.unexpected
-        found.touched += taken.values
-    if base:
-        check_names(base, found.base, known, strict)
-    if strict and (found.missing or found.unexpected):
-        parts = [
-            f"{kind}: " + ", ".join(f"`{name}`" for name in names)
-            for kind, names in (("missing in the checkpoint", found.missing), ("not in the model", found.unexpected))
-            if names
-        ]
-        raise CheckpointError("; ".join(parts))
-    return found
-
-
-def _check(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_whole(name, chunks)
-    if chunks[0].shape != shape:
-        raise CheckpointError(f"{chunks[0].file}: `{name}` has shape {chunks[0].shape}, the model's has {shape}")
-    if not may_become(DTYPES.get(chunks[0].dtype), dtype):
-        raise CheckpointError(
-            f"{chunks[0].file}: `{name}` has dtype {chunks[0].dtype}, which cannot be loaded into {dtype}"
-        )
-
-
-def check_tied(source: Source, held: LocalParam, name: str, other: str) -> None:
-    """Raises: CheckpointError, if two names of one parameter have different values in the files."""
-    found = []
-    for one in (name, other):
-        out = torch.empty(held.numel, dtype=DTYPES[source.model[one][0].dtype], device="cpu")
-        reads = reads_of(one, source.model[one], held.dense, held.start, out)
-        check_reads(source, reads, None, lambda count: None)
-        for read in reads:
-            source.read(read)
-        found.append(out)
-    if not same(*found):
-        raise CheckpointError(f"`{name}` and `{other}` are one parameter, and have different values in the checkpoint")
+    without_state: list[str] = field(default_factory=list)
 
 
 def into_optimizer(
@@ -312,7 +224,7 @@ def _like_param(
         state = like(param, dtype)
         flat = in_owners_order(state, param)
     for one, its in zip(here, chunks, strict=True):
-        _check(_name(one, key), its, one.shape, dtype)
+        check_fits(_name(one, key), its, one.shape, dtype)
         found.reads += reads_of(_name(one, key), its, one.dense, one.start, flat.narrow(0, one.offset, one.numel))
     return state
 

@@ -6,6 +6,7 @@ Promises:
 """
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -61,6 +62,22 @@ def test_newer_dtypes_are_written_and_read_as_safetensors_does(tmp_path, dtype):
         assert torch.equal(other.layer.weight, model.layer.weight), path
         if path == "ours":
             assert torch.equal(raw(found.extra["scale"]), raw(model.scale))
+
+
+@pytest.mark.parametrize("load", [checkpoint.load, lambda path, model: load_safetensors(model, path)])
+def test_dtypes_of_one_byte_become_others(tmp_path, load):
+    weight = torch.arange(-3.0, 3.0).view(2, 3)
+    save_file({"weight": weight.to(torch.float8_e4m3fn)}, tmp_path / "low.safetensors")
+    save_file({"weight": weight + 0.03}, tmp_path / "high.safetensors")
+    model, low = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False).to(torch.float8_e4m3fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is rounded
+        load(tmp_path / "low.safetensors", model)
+    assert torch.equal(model.weight, weight)
+    with warnings.catch_warnings(record=True) as told:
+        load(tmp_path / "high.safetensors", low)
+    assert torch.equal(raw(low.weight), raw((weight + 0.03).to(torch.float8_e4m3fn)))
+    assert ["rounded" in str(one.message) for one in told] == [True] * (load is checkpoint.load)
 
 
 @pytest.mark.skipif(torch.float4_e2m1fn_x2 not in NEWER, reason="this torch has no packed dtype")

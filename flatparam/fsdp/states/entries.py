@@ -7,7 +7,7 @@ with other ranks. A ``prefix`` is the path of the unit's inner module in the sta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,46 +18,37 @@ from torch import Tensor
 from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..errors import StateError
 from ..names import FSDP_PREFIX
-from ..sharding.flat_param import FlatParam, ShardSlice
-from ..sharding.parameters import ParamInfo
+from ..sharding.flat_param import FlatParam
 from ..unit.base import Wrapper
+from ..unit.local_params import UnitParam, params_of
 from ..unit.unit import Unit
 from .rows import is_rows
 
-Take = Callable[[FlatParam, ParamInfo, Tensor], Any]  # makes an entry of a state dict from a whole parameter
+Take = Callable[[UnitParam, Tensor], Any]  # makes an entry of a state dict from a whole parameter
 
 _OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
 
 
-def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, FlatParam, ParamInfo]]:
-    """Yield ``(key, flat parameter, original parameter)`` for every FQN of the unit. A tied parameter has several."""
-    for flat_param in unit.flat_params:
-        for original in flat_param.originals:
-            for fqn in original.fqns:
-                yield prefix + fqn, flat_param, original
+def own_params(unit: Unit, prefix: str) -> Iterator[tuple[str, UnitParam]]:
+    """Yield ``(key, parameter)`` for every FQN of the unit. A tied parameter has several: they are its ``names``."""
+    for param in params_of(unit, [prefix[:-1]], str):
+        for key in param.names:
+            yield key, param
 
 
-def is_own(value: Any, flat_param: FlatParam, here: ShardSlice) -> bool:
-    """Whether ``value`` is the parameter of ``here`` itself, its flat parameter, or a view of its slice of the shard.
+def is_own(value: Any, param: UnitParam) -> bool:
+    """Whether ``value`` is ``param`` itself, its flat parameter, or a view of its slice of the shard.
 
     Loading such a value changes nothing. torch's helpers add these values for keys that the caller's state dict lacks.
     """
-    if value is here.original.param or value is flat_param.flat:
+    flat = param.flat_param.flat
+    if value is param.original.param or value is flat:
         return True
-    if not isinstance(value, Tensor) or is_rows(value) or value.is_meta or value.numel() != max(here.numel, 0):
+    if not isinstance(value, Tensor) or is_rows(value) or value.is_meta or value.numel() != param.numel:
         return False
-    mine = here.of(flat_param.flat.detach())
+    mine = param.shard_slice.of(flat.detach())
     is_same = value.dtype == mine.dtype and value.shape == mine.shape
-    return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else flat_param.is_sharded)
-
-
-def own_values(unit: Unit, state: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the keys in ``state`` whose values are the unit's own parameters: see ``is_own``."""
-    for flat_param in unit.flat_params:
-        for here in flat_param.shard_slices():
-            for key in (prefix + fqn for fqn in here.original.fqns):
-                if key in state and is_own(state[key], flat_param, here):
-                    yield key
+    return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else param.is_sharded)
 
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
@@ -65,21 +56,21 @@ def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bo
 
     The values in ``destination`` are whole parameters. They may be views of a flat buffer that is freed afterwards.
     """
-    for key, flat_param, original in own_names(unit, prefix):
+    for key, param in own_params(unit, prefix):
         value = destination.get(key)
         if not isinstance(value, Tensor):
             continue
         if take is None:
             del destination[key]
             continue
-        taken = take(flat_param, original, value.detach())
+        taken = take(param, value.detach())
         is_parameter = keep_vars and type(taken) is Tensor
         destination[key] = nn.Parameter(taken, requires_grad=value.requires_grad) if is_parameter else taken
 
 
 def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool) -> None:
     """Local form: replace the entries of the original parameters with one ShardedTensor for each flat parameter."""
-    for key, _, _ in own_names(unit, prefix):
+    for key, _ in own_params(unit, prefix):
         destination.pop(key, None)
     for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
         destination[prefix + name] = _as_sharded(flat_param, to_cpu)
@@ -131,10 +122,9 @@ def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
         if not flat_param.use_orig_params:
             state[key] = shard
             continue
-        for here in flat_param.shard_slices():
-            for fqn in here.original.fqns:
-                piece = here.of(shard)
-                state[prefix + fqn] = piece.view(here.original.param.shape)
+        for fqn_key, param in own_params(unit, prefix):
+            if param.flat_param is flat_param:
+                state[fqn_key] = param.shard_slice.of(shard).view(param.original.param.shape)
 
 
 def _shard_of(key: str, flat_param: FlatParam, value: Any) -> Tensor:

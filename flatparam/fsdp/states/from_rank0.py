@@ -17,7 +17,7 @@ from ...common.tensors import as_sent
 from ..desync import checked_collectives
 from ..desync.events import SetupCollective
 from ..sharding.parameters import in_order
-from ..unit.local_params import LocalParam
+from ..unit.local_params import UnitParam
 from .optimizer_loading import Fetch, by_first_name
 from .table import Table
 from .values import described
@@ -58,13 +58,11 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
     whole = by_first_name(table, full.get("state", {})) if is_first and full else {}
 
     @torch.no_grad()
-    def fetch(
-        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
-    ) -> Iterator[tuple[LocalParam, Tensor]]:
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
         flat_param = table.flat_params[number]
         flat = torch.empty(flat_param.layout.numel, dtype=dtype, device=flat_param.device)
         for param in params if is_first else ():
-            value = in_order(whole[param.name][key].detach(), flat_param.originals[param.number].stride)
+            value = in_order(whole[param.name][key].detach(), param.stride)
             flat.narrow(0, flat_param.layout.offsets[param.number], value.numel()).copy_(value)
         _broadcast(as_sent(flat), group)
         for param in params:

@@ -4,7 +4,7 @@ State dicts, optimizer states, safetensors files and checkpoints use these. Noth
 """
 
 import hashlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.nn as nn
 from ..desync.checked_collectives import gather_objects
 from ..desync.events import SetupCollective
 from ..names import clean_tensor_name, join, printable
-from ..unit.local_params import LocalParam, unit_paths
+from ..unit.local_params import unit_paths
 from ..unit.unit import Unit
 from .safetensors_files import DTYPES, PACKED
 
@@ -51,11 +51,6 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
     if source == dtype or source is None or packed in (source, dtype):
         return source == dtype
     return kind_of(source) == kind_of(dtype) != "integer"
-
-
-def units_by_name(held: Iterable[LocalParam]) -> dict[str, Unit]:
-    """Map each FQN of the unwrapped model to its unit. Parameters without a unit are left out."""
-    return {name: one.unit for one in held if one.unit is not None for name in one.names}
 
 
 def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Values) -> None:

@@ -11,11 +11,10 @@ import functools
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import StateDictType
@@ -25,31 +24,28 @@ from ... import _C
 from ..desync.checked_collectives import settle
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
-from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import Name, ParamInfo
 from ..sharding.unit_description import digest_of
-from ..unit.local_params import LocalParam
+from ..unit.local_params import LocalParam, UnitParam, params_of
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
-from .entries import own_names, own_values, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
+from .entries import is_own, own_params, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .loading import Values, agree_on_loading
 from .rows import (
     agree_on_rows,
     check_rows,
     cut_rows,
-    gathered_rows,
     has_rows,
     is_rows,
     is_whole,
-    whole_by,
-    without_extension,
+    whole_values,
 )
 from .snapshot import Before
 from .state_dict_type import Kinds
 from .table import Table
 from .ungathered import is_ungathered
 from .validate import checked_values
-from .values import copy_of, dtype_of, same, shape_of
+from .values import copy_of, same, shape_of
 
 # (id of the wrapper, prefix) -> its entries. An inner unit is saved before the outer one is gathered, so that only one
 # unit has memory at a time; torch's recursion then finds the entries here.
@@ -122,10 +118,9 @@ class ModelStates(Kinds):
         to_cpu = config.offload_to_cpu
         drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
 
-        def take(flat_param: FlatParam, original: ParamInfo, value: Tensor) -> Any:
-            if kind is StateDictType.SHARDED_STATE_DICT:
-                return cut_rows(flat_param, original, value, to_cpu=to_cpu)
-            return copy_of(value, to_cpu)
+        def take(param: UnitParam, value: Tensor) -> Any:
+            is_cut = kind is StateDictType.SHARDED_STATE_DICT
+            return cut_rows(param, value, to_cpu=to_cpu) if is_cut else copy_of(value, to_cpu)
 
         whole = kind is StateDictType.FULL_STATE_DICT
         on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
@@ -177,7 +172,9 @@ class ModelStates(Kinds):
         units = list(units_of(self.modules()))
         is_sharded = self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
         if is_sharded or any(is_rows(value) for value in state_dict.values()):  # before anything is gathered
-            agree_on_rows("load_state_dict", units, _checked_rows(self, state_dict))
+            by_name = Table(self).by_name
+            named = ((key, by_name.get(clean_tensor_name(key))) for key in state_dict)
+            agree_on_rows("load_state_dict", units, _checked_rows(named, state_dict))
         before, error, result = Before(self, units), None, None
         values: Values = {}
         try:
@@ -275,13 +272,15 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
             unit.core.put(False)
         return
     prefix += FSDP_PREFIX
-    own = list(own_values(unit, state_dict, prefix))
+    params = [(key, param) for key, param in own_params(unit, prefix) if key in state_dict]
+    own = [key for key, param in params if is_own(state_dict[key], param)]
     for key in own:  # loading the parameter into itself is no change
         del state_dict[key]
-    rows = _rows_in(unit, state_dict, prefix)
+    rows = [(key, param) for key, param in params if is_rows(state_dict.get(key))]
     if rows or kind is StateDictType.SHARDED_STATE_DICT:
-        _agree_on_rows_in(unit, state_dict, rows)
-    _make_whole(unit, state_dict, rows)
+        # load_state_dict has compared it, but a hook of an outer module may have changed entries on one rank alone
+        agree_on_rows("load_state_dict", [unit], _checked_rows(rows, state_dict))
+    _make_whole(state_dict, rows)
     on_host = unit.options.device is not None  # the shards lie on the host
     loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
@@ -314,10 +313,11 @@ class _Watched:
     """
 
     def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
-        self.unit, self.prefix, self.own = unit, prefix, own
-        self._given = {key: state[key] for key, _, _ in own_names(unit, prefix) if key in state}
-        originals = (original for flat_param in unit.flat_params for original in flat_param.originals)
-        self._before = [(place, *_version(place)) for original in originals for place in original.names]
+        self.unit, self.own = unit, own
+        self._params = list(params_of(unit, [prefix[:-1]], str))
+        self._given = {key: state[key] for param in self._params for key in param.names if key in state}
+        places = (place for param in self._params for place in param.original.names)
+        self._before = [(place, *_version(place)) for place in places]
 
     def outcome(self) -> tuple[list[ParamInfo], Values]:
         """Return the parameters that the load did not write, and digests of the values of the others by FQN."""
@@ -329,9 +329,10 @@ class _Watched:
         }
         missing: list[ParamInfo] = []
         written: Values = {}
-        for original in (original for flat_param in self.unit.flat_params for original in flat_param.originals):
+        for one in self._params:
+            original = one.original
             param = next((changed[id(place)] for place in original.names if id(place) in changed), None)
-            given = [self._given[key] for key in (self.prefix + fqn for fqn in original.fqns) if key in self._given]
+            given = [self._given[key] for key in one.names if key in self._given]
             if param is None:
                 param = now[id(original.names[0])][0]
                 if not any(_has(param, value) for value in given):
@@ -339,8 +340,7 @@ class _Watched:
                     if not given:
                         continue
             value = original.plain(param.detach())
-            name = clean_tensor_name(self.prefix + original.fqn)
-            written[name] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
+            written[clean_tensor_name(one.name)] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
         return missing, written
 
 
@@ -367,85 +367,37 @@ def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Par
     return [original for name, flat_param in named if prefix + name not in state for original in flat_param.originals]
 
 
-def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[str, LocalParam, ParamInfo]]:
-    """Return ``(key, parameter, original)`` for each entry in rows. Keys of a tied parameter share one LocalParam."""
-    params: dict[int, LocalParam] = {}
-    found = []
-    for key, flat_param, original in own_names(unit, prefix):
-        if is_rows(state.get(key)):
-            number = next(i for i, one in enumerate(unit.flat_params) if one is flat_param)
-            shape, name = tuple(original.shape), clean_tensor_name(key)
-            made = LocalParam([name], original.param, shape, original.stride, unit, flat_param, number)
-            found.append((key, params.setdefault(id(original), made), original))
-    return found
+def _make_whole(state: dict[str, Any], rows: list[tuple[str, UnitParam]]) -> None:
+    """Replace ``rows`` in ``state`` with whole tensors. A collective call, if ``rows`` is not empty."""
+    keys: dict[UnitParam, list[str]] = {}
+    for key, param in rows:
+        if not is_whole(param, state[key]):
+            keys.setdefault(param, []).append(key)
+    for param, whole in whole_values({param: state[first] for param, (first, *_) in keys.items()}):
+        state.update(dict.fromkeys(keys[param], param.original.formed(whole)))
 
 
-def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
-    """Check before the gather that all ranks of the unit have the same entries in rows. A collective call.
-
-    ``load_state_dict`` has compared the state dict, but a hook of an outer module may since have dropped or renamed
-    entries on one rank alone. Raises: RuntimeError on every rank, if entries differ or do not fit.
-    """
-
-    def checked() -> Iterator[tuple[str, LocalParam, Any]]:
-        for key, param, original in rows:
-            assert param.flat_param is not None
-            yield param.name, param, _checked(param.name, param.flat_param, original, state[key])
-
-    agree_on_rows("load_state_dict", [unit], checked())
+def _checked_rows(
+    named: Iterable[tuple[str, LocalParam | None]], state: Mapping[str, Any]
+) -> Iterator[tuple[str, LocalParam, Any]]:
+    """Yield what ``agree_on_rows`` compares for each of the keys in ``named`` whose entry is in rows."""
+    for key, param in named:
+        if isinstance(param, UnitParam) and is_rows(state[key]):
+            yield clean_tensor_name(param.name), param, _checked(key.replace(FSDP_PREFIX, ""), param, state[key])
 
 
-def _make_whole(unit: Unit, state: dict[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
-    """Replace ``rows`` in ``state`` with whole tensors. A collective call, if ``rows`` is not empty.
-
-    ``rows`` are the same on all ranks: see ``_agree_on_rows_in``. One gather for each flat parameter and dtype.
-    """
-    groups: dict[tuple[int, torch.dtype], dict[LocalParam, Any]] = {}
-    names: dict[LocalParam, list[str]] = {}
-    formed: dict[LocalParam, ParamInfo] = {}
-    for key, param, original in rows:
-        flat_param = unit.flat_params[param.number]
-        value: Any = without_extension(flat_param, original, state[key])
-        extension = flat_param.extension_of(original)
-        if is_whole(original, value):
-            continue
-        if isinstance(value, DTensor) and extension is not None:
-            state[key] = original.formed(whole_by(extension, flat_param, value))
-        elif is_rows(value):
-            if param not in names:
-                groups.setdefault((param.number, dtype_of(value)), {})[param] = value
-            names.setdefault(param, []).append(key)
-            formed[param] = original
-    for (number, dtype), values in groups.items():
-        flat_param = unit.flat_params[number]
-        if flat_param.is_sharded:
-            found = dict(gathered_rows(flat_param, values, dtype))
-        else:
-            found = {param: value.full_tensor() for param, value in values.items()}
-        for param, whole in found.items():
-            state.update(dict.fromkeys(names[param], formed[param].formed(whole)))
-
-
-def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, LocalParam, Any]]:
-    table = Table(model)
-    for key, value in state.items():
-        param = table.by_name.get(clean_tensor_name(key))
-        if param is not None and param.flat_param is not None and is_rows(value):
-            yield param.name, param, _checked(key, param.flat_param, param.original, value)
-
-
-def _checked(key: str, flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
+def _checked(key: str, param: UnitParam, value: Any) -> Any:
     """Return what ranks compare of ``value``, which ``is_rows``: itself, or a digest if this rank has all of it.
 
     Raises: StateError naming ``key``, if shape or rows do not fit the parameter.
     """
-    shape = original.full_shape
+    original, shape = param.original, param.original.full_shape
     if shape_of(value) != shape:
         raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")
-    if is_whole(original, value):
+    if is_whole(param, value):
         return f"{value.dtype} {digest_of(original.plain(value).cpu().contiguous())}"
-    if has_rows(shape, flat_param):
-        check_rows(key, flat_param, original, value)
+    if has_rows(shape, param):
+        check_rows(key, param, value)
     elif not isinstance(value, DTensor):
         raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
     return value

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ..either import or_torchs
 from ..errors import StateError
-from ..sharding.flat_param import FlatParam
-from ..sharding.parameters import ParamInfo
-from ..unit.local_params import LocalParam
+from ..unit.local_params import LocalParam, UnitParam
 from .from_rank0 import from_first
 from .ids import rekeyed
 from .optimizer_classes import class_of, why_not
@@ -203,8 +200,8 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
     assert found is not None
     ranks = dist.get_process_group_ranks(found)
     for param in table.params:
-        shared = None if param.flat_param is None else param.flat_param.placement.optim
-        if param.shard_slice is not None and param.original.form is not None:
+        if isinstance(param, UnitParam) and param.original.form is not None:
+            shared = param.flat_param.placement.optim
             ours = [dist.get_rank()] if shared is None else dist.get_process_group_ranks(shared)
             if ranks != ours:
                 raise StateError(
@@ -225,13 +222,11 @@ def _full(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    def take(flat_param: FlatParam, original: ParamInfo, whole: Tensor) -> Tensor:
-        return copy_of(whole, to_cpu)
-
     table = Table(model)
     groups = table.groups(optim if optim_input is None else _warned(optim_input))
     shown = not rank0_only or dist.get_rank(group) == 0
-    return unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
+    sink = Sink(lambda param, whole: copy_of(whole, to_cpu), to_cpu) if shown else None
+    return unsharded_state(table, given, groups, sink)
 
 
 def _sharded(
@@ -250,12 +245,12 @@ def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:
 def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, LocalParam, Any]]:
     for name, values in state.items():
         param = table.by_name.get(name)
-        for key, value in values.items() if param is not None and param.flat_param is not None else ():
-            assert param is not None
-            assert param.flat_param is not None
+        if not isinstance(param, UnitParam):
+            continue
+        for key, value in values.items():
             what = f"{key} of {param.name}"
             if is_rows(value) and param.is_sharded and shape_of(value) == param.original.full_shape:
-                check_rows(what, param.flat_param, param.original, value)
+                check_rows(what, param, value)
             yield what, param, value
 
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from ..sharding.parameters import in_order
-from ..unit.local_params import LocalParam
+from ..unit.local_params import UnitParam
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, classify, same
 
 # fetch(number of the flat parameter, key, dtype, parameters) yields (parameter, its elements on this rank: 1-D, in
 # memory order). It may be a collective call.
-Fetch = Callable[[int, str, torch.dtype, list[LocalParam]], Iterator[tuple[LocalParam, Tensor]]]
+Fetch = Callable[[int, str, torch.dtype, list[UnitParam]], Iterator[tuple[UnitParam, Tensor]]]
 
 
 _ALIKE = (
@@ -63,7 +62,7 @@ def cut(
         if one.is_flat or one.is_here
     }
     for (number, key, dtype), owners in by_gather(plan):
-        owner_of = {param: one for one in owners for param in one.params if param.name in described}
+        owner_of = {param: one for one in owners for param in one.unit_params if param.name in described}
         for param, piece in fetch(number, key, dtype, list(owner_of)):
             if owner_of[param] in cut_state:
                 _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
@@ -162,9 +161,8 @@ def _own(value: Any, one: SteppedParam) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _put(values: dict[str, Any], key: str, one: SteppedParam, param: LocalParam, piece: Tensor) -> None:
+def _put(values: dict[str, Any], key: str, one: SteppedParam, param: UnitParam, piece: Tensor) -> None:
     here = param.shard_slice
-    assert here is not None
     if not one.is_flat:
         stride = here.stride if len(here.stride) == len(one.shape) else (1,)
         mine = piece.to(one.tensor.device, copy=True)  # on the host where parameters are offloaded
@@ -226,16 +224,9 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Return the ``Fetch`` for a state that is whole on this rank. No communication."""
     whole = by_first_name(table, state)
 
-    def fetch(
-        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
-    ) -> Iterator[tuple[LocalParam, Tensor]]:
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
         for param in params:
             if param.numel or not param.is_sharded:
-                yield param, piece_of(param, whole[param.name][key])
+                yield param, param.slice_of(whole[param.name][key])
 
     return fetch
-
-
-def piece_of(param: LocalParam, whole: Tensor) -> Tensor:
-    """Return this rank's elements of ``whole``, which has ``param``'s shape: 1-D, in ``param``'s memory order."""
-    return in_order(whole.detach(), param.stride).narrow(0, param.start, param.numel)

@@ -20,7 +20,7 @@ from ..desync.checked_collectives import gather_objects, settle
 from ..desync.events import SetupCollective
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
-from ..unit.local_params import LocalParam
+from ..unit.local_params import LocalParam, UnitParam
 from .entries import Take
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
@@ -97,7 +97,7 @@ def _states(table: Table, held: dict[SteppedParam, Mapping[str, Any]], sink: Sin
 
 def _own(value: Any, held: Any, sink: Sink, param: LocalParam) -> Any:
     """Return a copy of a value that is not gathered: of ``held``, this rank's tensor, else of ``value``, as sent."""
-    if isinstance(held, Tensor) and isinstance(value, Like) and param.shard_slice is not None:
+    if isinstance(held, Tensor) and isinstance(value, Like) and isinstance(param, UnitParam):
         held = param.original.formed(held)
     if isinstance(held, Tensor):
         return copy_of(held, sink.to_cpu)
@@ -193,13 +193,12 @@ def _gather(
         shard = torch.zeros(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.flat.device)
         for one in members:
             if one in held and one.is_here:
-                one.params[0].piece_of(shard).copy_(held[one][key])
+                one.unit_params[0].piece_of(shard).copy_(held[one][key])
     else:
         return  # not sharded: _own has copied it
     whole = flat_param.gather(shard)
     if sink is None:
         return
-    for param in (param for one in members for param in one.params):
-        original = flat_param.originals[param.number]
-        place = flat_param.view(whole, original, flat_param.layout.offsets[param.number])
-        result[param.name][key] = sink.take(flat_param, original, original.formed(place))
+    for param in (param for one in members for param in one.unit_params):
+        place = flat_param.view(whole, param.original, flat_param.layout.offsets[param.number])
+        result[param.name][key] = sink.take(param, param.original.formed(place))

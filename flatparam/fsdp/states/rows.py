@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from ... import _C
 from ...common.tensors import as_sent
 from ...common.torch_private import (
-    FSDPExtensions,
     Shard,
     ShardedTensor,
     _create_chunk_sharded_tensor,
@@ -36,11 +35,11 @@ from ...common.torch_private import (
 from ..desync import checked_collectives, torch_collectives
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
-from ..sharding.parameters import ParamInfo, row_numel
-from ..unit.local_params import LocalParam
+from ..sharding.parameters import row_numel
+from ..unit.local_params import LocalParam, UnitParam
 from ..unit.unit import Unit
 from .loading import Values, agree_on_loading
-from .optimizer_loading import Fetch, by_first_name, piece_of
+from .optimizer_loading import Fetch, by_first_name
 from .table import Table
 from .values import Like, copy_of, dtype_of, shape_of
 
@@ -53,20 +52,20 @@ def is_rows(value: Any) -> bool:
     return isinstance(value, ShardedTensor | DTensor)
 
 
-def has_rows(shape: tuple[int, ...], flat_param: FlatParam | None) -> bool:
-    """Whether a parameter of ``shape`` is cut into rows. Scalars, empty and unsharded ones are whole on each rank."""
-    return flat_param is not None and flat_param.is_sharded and bool(shape) and math.prod(shape) > 0
+def has_rows(shape: tuple[int, ...], param: LocalParam) -> bool:
+    """Whether a value of ``shape`` is cut into rows. Scalars, empty and unsharded ones are whole on each rank."""
+    return param.is_sharded and bool(shape) and math.prod(shape) > 0
 
 
-def cut_rows(flat_param: FlatParam, original: ParamInfo, whole: Tensor, *, to_cpu: bool) -> Any:
+def cut_rows(param: UnitParam, whole: Tensor, *, to_cpu: bool) -> Any:
     """Return a copy of this rank's rows of ``whole``, or of all of it where ``has_rows`` is false.
 
     No communication by flatparam. An extension may communicate, over the ranks of its own mesh dimension.
     """
+    flat_param, extension = param.flat_param, param.extension
     whole, placement = whole.detach(), flat_param.placement
-    if not has_rows(tuple(whole.shape), flat_param):
+    if not has_rows(tuple(whole.shape), param):
         return copy_of(whole, to_cpu)
-    extension = flat_param.extension_of(original)
     devices = 1 if whole.is_cpu else torch.accelerator.device_count()
     group: Any = placement.optim
     rows: Any
@@ -91,23 +90,18 @@ def cut_rows(flat_param: FlatParam, original: ParamInfo, whole: Tensor, *, to_cp
     return rows.cpu() if to_cpu else rows
 
 
-def is_whole(original: ParamInfo, value: Any) -> bool:
-    """Whether ``value`` is a DTensor on ``original``'s own mesh, whose ranks are not the unit's: it is not cut here."""
-    mesh = None if original.form is None else getattr(original.form.kept, "mesh", None)
+def is_whole(param: UnitParam, value: Any) -> bool:
+    """Whether ``value`` is a DTensor on ``param``'s own mesh, whose ranks are not the unit's: it is not cut here."""
+    form = param.original.form
+    mesh = None if form is None else getattr(form.kept, "mesh", None)
     return isinstance(value, DTensor) and value.device_mesh == mesh
 
 
-def whole_by(extension: FSDPExtensions, flat_param: FlatParam, value: DTensor) -> Tensor:
-    """Gather a DTensor that ``extension`` has cut; return the plain tensor that a rank flattens. A collective call."""
-    return _ext_all_gather_dtensor(value, flat_param.placement.mesh._get_root_mesh(), extension).detach()
-
-
-def without_extension(flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
+def _without_extension(param: UnitParam, value: Any) -> Any:
     """Convert a ``ShardedTensor`` that an extension has cut to flatparam's cut. Return other values unchanged."""
-    extension = flat_param.extension_of(original)
-    if extension is None or not isinstance(value, ShardedTensor):
+    if param.extension is None or not isinstance(value, ShardedTensor):
         return value
-    return _ext_pre_load_state_dict_transform(value, extension)[0]
+    return _ext_pre_load_state_dict_transform(value, param.extension)[0]
 
 
 def _splits(flat_param: FlatParam) -> list[Any]:
@@ -143,14 +137,14 @@ def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
     return first, last
 
 
-def check_rows(name: str, flat_param: FlatParam, original: ParamInfo, value: Any) -> None:
+def check_rows(name: str, param: UnitParam, value: Any) -> None:
     """Raises: StateError naming the parameter unless ``value`` has the rows that ``cut_rows`` would give this rank."""
-    extension = flat_param.extension_of(original)
-    if isinstance(value, DTensor) and extension is not None:
-        if isinstance(extension, DTensorExtensions):
-            _check_rows_of_slice(name, flat_param, original, value)
+    flat_param = param.flat_param
+    if isinstance(value, DTensor) and param.extension is not None:
+        if isinstance(param.extension, DTensorExtensions):
+            _check_rows_of_slice(name, param, value)
         return
-    value = without_extension(flat_param, original, value)
+    value = _without_extension(param, value)
     shape = shape_of(value)
     assert shape is not None
     first, last = _rows_of(shape[0], _cuts_of(flat_param, dist.get_rank()))
@@ -175,12 +169,12 @@ def check_rows(name: str, flat_param: FlatParam, original: ParamInfo, value: Any
         )
 
 
-def _check_rows_of_slice(name: str, flat_param: FlatParam, original: ParamInfo, value: DTensor) -> None:
-    root = flat_param.placement.mesh._get_root_mesh()
+def _check_rows_of_slice(name: str, param: UnitParam, value: DTensor) -> None:
+    root, form = param.flat_param.placement.mesh._get_root_mesh(), param.original.form
     expected: list[Any] = [Replicate()] * root.ndim
-    expected[0 if original.form is None else -2] = Split(0)
-    if original.form is not None:
-        expected[-1] = original.form.kept.placements[0]
+    expected[0 if form is None else -2] = Split(0)
+    if form is not None:
+        expected[-1] = form.kept.placements[0]
     if value.device_mesh != root or list(value.placements) != expected:
         raise StateError(
             f"`{name}` is a DTensor with placements {value.placements} on {value.device_mesh}, expected {expected} on "
@@ -208,7 +202,7 @@ def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Loc
     agree_on_loading(what, units, said, values)
 
 
-def local_rows(value: Any) -> Tensor | None:
+def _local_rows(value: Any) -> Tensor | None:
     """Return this rank's rows of a ShardedTensor or DTensor; None: the ShardedTensor has no shard here."""
     if isinstance(value, DTensor):
         return value.to_local()
@@ -216,24 +210,47 @@ def local_rows(value: Any) -> Tensor | None:
     return shards[0].tensor if shards else None
 
 
+def whole_values(values: Mapping[UnitParam, Any]) -> Iterator[tuple[UnitParam, Tensor]]:
+    """Yield ``(parameter, its whole plain tensor)`` for values in rows, in pieces of an extension, or whole.
+
+    A collective call if a value is not whole: one gather for each flat parameter and dtype.
+    """
+    groups: dict[tuple[FlatParam, torch.dtype], dict[UnitParam, Any]] = {}
+    for param, given in values.items():
+        value = _without_extension(param, given)
+        if is_whole(param, value):
+            yield param, param.original.plain(value)
+        elif isinstance(value, DTensor) and param.extension is not None:
+            mesh = param.flat_param.placement.mesh._get_root_mesh()
+            yield param, _ext_all_gather_dtensor(value, mesh, param.extension).detach()
+        elif not is_rows(value):
+            yield param, value
+        elif param.is_sharded:
+            groups.setdefault((param.flat_param, dtype_of(value)), {})[param] = value
+        else:
+            yield param, value.full_tensor()
+    for (flat_param, dtype), rows in groups.items():
+        yield from _gathered(flat_param, rows, dtype)
+
+
 @torch.no_grad()
-def gathered_rows(
-    flat_param: FlatParam, values: Mapping[LocalParam, Any], dtype: torch.dtype
-) -> Iterator[tuple[LocalParam, Tensor]]:
+def _gathered(
+    flat_param: FlatParam, values: Mapping[UnitParam, Any], dtype: torch.dtype
+) -> Iterator[tuple[UnitParam, Tensor]]:
     """All-gather rows of several parameters at once; yield ``(parameter, a new whole tensor)``. A collective call."""
     group = flat_param.placement.optim
     assert group is not None
     cuts = [_cuts_of(flat_param, rank) for rank in dist.get_process_group_ranks(group)]
     parts = {param: [_rows_of(param.shape[0], cut) for cut in cuts] for param in values}
     widths = {param: row_numel(param.shape) for param in values}
-    starts: dict[LocalParam, int] = {}
+    starts: dict[UnitParam, int] = {}
     total = 0
     for param, ranges in parts.items():
         starts[param] = total
         total += max(last - first for first, last in ranges) * widths[param]
     mine = torch.zeros(total, dtype=dtype, device=flat_param.device)
     for param, value in values.items():
-        rows = local_rows(value)
+        rows = _local_rows(value)
         if rows is not None and rows.numel():
             mine.narrow(0, starts[param], rows.numel()).copy_(rows.reshape(-1))
     whole = torch.empty(total * len(cuts), dtype=dtype, device=flat_param.device)
@@ -255,43 +272,26 @@ def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
     state = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)
-        if param is None or param.flat_param is None:
+        if isinstance(param, UnitParam) and (param.original.form is not None or param.extension is not None):
+            state[name] = {key: _plain(param, value) for key, value in values.items()}
+        else:
             state[name] = values
-            continue
-        original, extension = param.original, param.flat_param.extension_of(param.original)
-        may_differ = original.form is not None or extension is not None
-        state[name] = {k: _plain(original, extension, v) for k, v in values.items()} if may_differ else values
     return {**full, "state": state} if "state" in full else dict(full)
 
 
-def _plain(original: ParamInfo, extension: FSDPExtensions | None, value: Any) -> Any:
-    if is_rows(value) and not is_whole(original, value):
-        cut_so = extension is not None and shape_of(value) == original.full_shape
-        return Like(tuple(original.shape), dtype_of(value)) if cut_so else value
-    return original.plain(value) if isinstance(value, Tensor) else value
+def _plain(param: UnitParam, value: Any) -> Any:
+    if is_rows(value) and not is_whole(param, value):
+        cut_so = param.extension is not None and shape_of(value) == param.original.full_shape
+        return Like(param.shape, dtype_of(value)) if cut_so else value
+    return param.original.plain(value) if isinstance(value, Tensor) else value
 
 
 def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Return the ``Fetch`` for ``cut`` from a sharded state. Each fetch with rows is a collective call."""
     whole = by_first_name(table, state)
 
-    def fetch(
-        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
-    ) -> Iterator[tuple[LocalParam, Tensor]]:
-        flat_param = table.flat_params[number]
-        rows: dict[LocalParam, Any] = {}
-        for param in params:
-            value = without_extension(flat_param, param.original, whole[param.name][key])
-            extension = flat_param.extension_of(param.original)
-            if is_whole(param.original, value):
-                yield param, piece_of(param, param.original.plain(value))
-            elif isinstance(value, DTensor) and extension is not None:
-                yield param, piece_of(param, whole_by(extension, flat_param, value))
-            elif is_rows(value):
-                rows[param] = value
-            else:
-                yield param, piece_of(param, value)
-        for param, value in gathered_rows(flat_param, rows, dtype) if rows else ():
-            yield param, piece_of(param, value)
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
+        for param, value in whole_values({param: whole[param.name][key] for param in params}):
+            yield param, param.slice_of(value)
 
     return fetch

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..sharding.flat_param import FlatParam
-from ..unit.local_params import LocalParam, local_params_of, unit_paths
+from ..unit.local_params import LocalParam, UnitParam, local_params_of, unit_paths
 from ..unit.unit import Unit
 
 
@@ -31,20 +31,25 @@ class SteppedParam:
     place: tuple[int, int] | None = None  # (flat parameter, original in it or -1 for all); None: no unit
 
     @property
+    def unit_params(self) -> list[UnitParam]:
+        """The parameters, if a unit manages them; else empty."""
+        return [param for param in self.params if isinstance(param, UnitParam)]
+
+    @property
     def flat_param(self) -> FlatParam | None:
         return self.params[0].flat_param
 
     @property
     def is_sharded(self) -> bool:
-        return self.flat_param is not None and self.flat_param.is_sharded
+        return self.params[0].is_sharded
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a state tensor with one element for each element here; ``(1,)`` for a sharded scalar."""
-        here = self.params[0].shard_slice
-        if here is None or self.is_flat:
+        first = self.params[0]
+        if self.is_flat or not isinstance(first, UnitParam):
             return tuple(self.tensor.shape)
-        return here.shape if here.shape or not self.is_sharded else (1,)
+        return first.shard_slice.shape if first.shard_slice.shape or not self.is_sharded else (1,)
 
     @property
     def is_flat(self) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..names import clean_tensor_name
 from ..sharding.unit_description import digest_of
-from ..unit.local_params import local_params_of
+from ..unit.local_params import UnitParam, local_params_of
 from ..unit.unit import Unit
 from .entries import is_own
-from .loading import Values, kind_of, units_by_name
+from .loading import Values, kind_of
 from .rows import is_rows
 from .values import dtype_of
 
@@ -28,19 +28,11 @@ def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Un
     Raises: RuntimeError naming the key, if the module's tensor has another kind of dtype (floating, complex, integer:
     see ``kind_of``), or an integer dtype that cannot hold a value.
     """
-    held = list(local_params_of(module))
-    units = units_by_name(held)
+    params = {name: one for one in local_params_of(module) for name in one.names}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
-    dtypes |= {name: one.owner.dtype for one in held for name in one.names}
-    places = {
-        name: (one.flat_param, one.shard_slice)
-        for one in held
-        if one.flat_param and one.shard_slice
-        for name in one.names
-    }
-    first = {name: one.name for one in held for name in one.names}
-    found: dict[str, set[str]] = {}  # by first FQN: ranks may use different FQNs of a tied parameter
+    dtypes |= {name: one.owner.dtype for name, one in params.items()}
+    found: dict[UnitParam, set[str]] = {}  # ranks may use different FQNs of a tied parameter
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
@@ -51,7 +43,8 @@ def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Un
                 raise RuntimeError(f"`{key}` has dtype {has}, which cannot be loaded into {dtype}: convert it first")
             if kind_of(dtype) == "integer" and not in_rows and not torch.equal(value.to(dtype).to(has), value):
                 raise RuntimeError(f"`{key}` of {has} has values that {dtype} cannot hold")
-        if name in units and units[name] not in compared and not in_rows and not is_own(value, *places[name]):
+        one = params.get(name)
+        if isinstance(one, UnitParam) and one.unit not in compared and not in_rows and not is_own(value, one):
             digest = digest_of(value.detach().cpu().contiguous())
-            found.setdefault(first[name], set()).add(f"{has} {tuple(value.shape)} {digest}")
-    return {name: (units[name], " ".join(sorted(digests))) for name, digests in found.items()}
+            found.setdefault(one, set()).add(f"{has} {tuple(value.shape)} {digest}")
+    return {one.name: (one.unit, " ".join(sorted(digests))) for one, digests in found.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common.torch_private import ShardedTensor
 from ..errors import StateError
 from ..sharding.parameters import same_bytes
-from ..unit.local_params import LocalParam
+from ..unit.local_params import LocalParam, UnitParam
 from .table import SteppedParam, Table
 
 Shape = tuple[int, ...]
@@ -122,14 +122,14 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     of some of the parameter's dimensions if no rank's optimizer steps the parameter whole.
     """
     held = {name: values for name, values in state.items() if name in table.by_name}
-    shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].flat_param is not None}
+    shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].unit is not None}
     by_key = _by_key((table.by_name[name].shape, of_keys) for name, of_keys in shapes.items())
     constant = _of_one_shape(by_key)
     likes = _keys_like_params(by_key, constant)
     found: dict[str, Described] = {}
     for name, values in held.items():
         param = table.by_name[name]
-        if name not in shapes:
+        if not isinstance(param, UnitParam):
             found[name] = {key: _plain(value, shape_of(value)) for key, value in values.items()}
             continue
         found[name] = {}
@@ -218,10 +218,9 @@ def _is_made_of(shape: Shape, whole: Shape) -> bool:
     return fits and len(kept) > 0 and all(one in sizes for one in kept)
 
 
-def _is_cut(param: LocalParam) -> bool:
+def _is_cut(param: UnitParam) -> bool:
     """Whether no rank's optimizer steps exactly this parameter, whole and in its own shape."""
     flat_param = param.flat_param
-    assert flat_param is not None
     if not flat_param.use_orig_params:
         return flat_param.is_sharded or len(flat_param.originals) > 1
     begin, length = flat_param.layout.offsets[param.number], flat_param.layout.shard_numel

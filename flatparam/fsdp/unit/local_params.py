@@ -10,41 +10,43 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn as nn
 from torch import Tensor
 
 from ...common.dense import Dense
 from ...common.tensors import is_dense, refuse_freed
+from ...common.torch_private import FSDPExtensions
 from ..names import clean_tensor_name, join
 from ..sharding.flat_param import FlatParam, ShardSlice
-from ..sharding.parameters import ParamInfo
+from ..sharding.parameters import ParamInfo, in_order
 from .unit import Unit, units_of
 
 
 @dataclass(eq=False)
 class LocalParam:
-    """One parameter or buffer of the unwrapped model.
+    """One parameter or buffer of the unwrapped model. Without a unit this rank holds all of it.
 
     This rank holds its elements ``[start, start + numel)``, counted in its memory order.
 
     - ``names``: all its names in the model.
     - ``owner``: the tensor that an optimizer steps: the parameter itself, or its flat parameter.
     - ``shape``, ``stride``: of the whole parameter.
-    - ``unit``, ``flat_param``, ``number``: it is ``flat_param.originals[number]`` of ``unit``.
-    - ``shard_slice``: its place in the shard. Without a unit ``unit``, ``flat_param`` and this are None.
+    - ``unit``, ``flat_param``, ``shard_slice``: None, except in a ``UnitParam``.
     """
 
     names: list[str]
     owner: Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    number: int = 0
+    start: int = 0
     unit: Unit | None = None
     flat_param: FlatParam | None = None
-    number: int = 0
     shard_slice: ShardSlice | None = None
-    start: int = 0
     is_buffer: bool = False
+    is_managed: ClassVar[bool] = False  # whether a unit, or a handle, may hold its elements on several ranks
     _dense: Dense | None = None  # no cached_property: it is slower, and models have thousands
     _flat: Tensor | None = None
 
@@ -55,32 +57,22 @@ class LocalParam:
     @property
     def numel(self) -> int:
         """The number of elements that this rank holds."""
-        return math.prod(self.shape) if self.shard_slice is None else max(0, self.shard_slice.numel)
-
-    @property
-    def original(self) -> ParamInfo:
-        """The original parameter. Only for a parameter of a unit."""
-        assert self.shard_slice is not None
-        return self.shard_slice.original
+        return math.prod(self.shape)
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold different elements."""
-        return self.flat_param is not None and self.flat_param.is_sharded
+        return False
 
     @property
     def offset(self) -> int:
         """The first of its elements in ``owner``'s memory, counted in elements."""
-        return (
-            0
-            if self.shard_slice is None or self.flat_param is None or self.flat_param.use_orig_params
-            else self.shard_slice.start
-        )
+        return 0
 
     @property
     def has_values(self) -> bool:
         """False for a parameter from ``defer_init`` that no checkpoint has filled."""
-        return self.shard_slice is None or self.shard_slice.original.template is None
+        return True
 
     @property
     def dense(self) -> Dense:
@@ -100,17 +92,55 @@ class LocalParam:
         return self._flat
 
     def _find_flat(self) -> Tensor:
-        if self.shard_slice is not None and self.flat_param is not None:
-            return self.flat_param.flat.detach().narrow(0, self.shard_slice.start, self.numel)
         if self.owner.is_meta or not is_dense(self.owner) or self.owner.is_conj() or self.owner.is_neg():
             where = "on the meta device" if self.owner.is_meta else "not dense, or a conjugate or negative view"
             raise ValueError(f"`{self.name}` is {where}: replace it first")
         refuse_freed(self.owner, f"`{self.name}`")
         return self.owner.detach().as_strided((self.numel,), (1,))
 
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's elements of ``whole``, a tensor of the whole parameter's shape: 1-D, in memory order."""
+        return in_order(whole.detach(), self.stride).narrow(0, self.start, self.numel)
+
+
+class UnitParam(LocalParam):
+    """A parameter of a unit: ``flat_param.originals[number]``. ``shard_slice``: its place in the shard."""
+
+    unit: Unit  # no fields of a dataclass: keywords would double the time to make one
+    flat_param: FlatParam
+    shard_slice: ShardSlice
+    is_managed = True
+
+    @property
+    def numel(self) -> int:
+        return max(0, self.shard_slice.numel)
+
+    @property
+    def original(self) -> ParamInfo:
+        return self.shard_slice.original
+
+    @property
+    def extension(self) -> FSDPExtensions | None:
+        """The extension that cuts and gathers its rows in sharded states; None: flatparam does."""
+        return self.flat_param.extension_of(self.original)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.flat_param.is_sharded
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.flat_param.use_orig_params else self.shard_slice.start
+
+    @property
+    def has_values(self) -> bool:
+        return self.original.template is None
+
+    def _find_flat(self) -> Tensor:
+        return self.flat_param.flat.detach().narrow(0, self.shard_slice.start, self.numel)
+
     def piece_of(self, shard: Tensor) -> Tensor:
         """The elements of this parameter in ``shard``, a tensor of the shard's length, in the shape for optimizers."""
-        assert self.shard_slice is not None
         piece = self.shard_slice.of(shard)
         return piece.view(1) if self.is_sharded and not piece.dim() else piece
 
@@ -137,14 +167,13 @@ def local_params_of(
     flat: set[int] = set()  # ids of the flat parameters that modules register
     for unit, paths in places.items():
         unit.sync_user_writes()
-        for flat_param in unit.flat_params:
-            for one in _of_flat_param(unit, paths, flat_param, name_of):
-                if flat_param.use_orig_params:
-                    alone[id(one.owner)] = one
-                else:
-                    flat.add(id(one.owner))
-                yield one
-    managed = managed_places(places)
+        for managed in params_of(unit, paths, name_of):
+            if unit.options.use_orig_params:
+                alone[id(managed.owner)] = managed
+            else:
+                flat.add(id(managed.owner))
+            yield managed
+    taken = managed_places(places)
     rest: list[LocalParam] = []
     for path, inner in module.named_modules(remove_duplicate=False):
         tensors: Iterable[tuple[str, Tensor | None]] = inner._parameters.items()
@@ -152,7 +181,7 @@ def local_params_of(
             kept = ((n, b) for n, b in inner._buffers.items() if n not in inner._non_persistent_buffers_set)
             tensors = itertools.chain(tensors, kept)
         for name, tensor in tensors:
-            if tensor is None or (inner, name) in managed or id(tensor) in flat:
+            if tensor is None or (inner, name) in taken or id(tensor) in flat:
                 continue
             key = name_of(join(path, name))
             if id(tensor) in alone:
@@ -165,23 +194,24 @@ def local_params_of(
     yield from rest
 
 
-def _of_flat_param(
-    unit: Unit, paths: list[str], flat_param: FlatParam, name_of: Callable[[str], str]
-) -> Iterator[LocalParam]:
-    for number, (shard_slice, piece) in enumerate(zip(flat_param.shard_slices(), flat_param.pieces, strict=True)):
-        original = shard_slice.original
-        names = [name_of(join(path, fqn)) for path in paths for fqn in original.fqns]
-        owner = original.param if flat_param.use_orig_params else flat_param.flat
-        start = piece.intra_param_start_idx or 0
-        yield LocalParam(
-            names, owner, tuple(original.shape), original.stride, unit, flat_param, number, shard_slice, start
-        )
+def params_of(
+    unit: Unit, paths: Iterable[str], name_of: Callable[[str], str] = clean_tensor_name
+) -> Iterator[UnitParam]:
+    """Yield this rank's part of each parameter of ``unit``, which is at ``paths``, in the order of its layouts."""
+    for flat_param in unit.flat_params:
+        for number, (shard_slice, piece) in enumerate(zip(flat_param.shard_slices(), flat_param.pieces, strict=True)):
+            original = shard_slice.original
+            names = [name_of(join(path, fqn)) for path in paths for fqn in original.fqns]
+            owner = original.param if flat_param.use_orig_params else flat_param.flat
+            start = piece.intra_param_start_idx or 0
+            held = names, owner, tuple(original.shape), original.stride, number, start
+            yield UnitParam(*held, unit, flat_param, shard_slice)
 
 
 def refuse_forms(held: Iterable[LocalParam], what: str, instead: str) -> None:
     """Raises: ValueError naming a parameter of a unit that is a DTensor or has another ``Form``."""
     for one in held:
-        if one.shard_slice is not None and one.original.form is not None:
+        if isinstance(one, UnitParam) and one.original.form is not None:
             raise ValueError(f"{what}: `{one.name}` is stored as {one.original.form}: {instead}")
 
 
