@@ -3,100 +3,64 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from ..fsdp.states.safetensors_files import is_shape, is_size
 
-# A type; a str, which the value must equal; ANY; or an object of one of these classes
+# | kind | value |
+# |---|---|
+# | a type, a str | of exactly this type; equal to the str |
+# | a function | one for which it returns True; its docstring describes it in messages |
+# | ``[kind]`` | a list of any length |
+# | ``(kind, ...)`` | a list of this length |
+# | ``{"*": kind}`` | an object with any names |
+# | ``{"name": kind, "name?": kind}`` | an object with these names; "?": it may be absent. Other names are ignored |
+# | ``Either``, ``ANY`` | a value of one of these kinds; any value |
 Kind = Any
 ANY = object()
 
 
-@dataclass(frozen=True)
-class Lists:
-    """A list of any length. ``of``: the kind of its items."""
-
-    of: Kind
-
-
-@dataclass(frozen=True)
-class Named:
-    """A JSON object with any names. ``of``: the kind of its values."""
-
-    of: Kind
-
-
-@dataclass(frozen=True)
-class Row:
-    """A list of fixed length. ``of``: the kind of each item."""
-
-    of: tuple[Kind, ...]
-
-
-@dataclass(frozen=True)
-class Fields:
-    """A JSON object with these names. ``optional``: names that may be absent. Other names are ignored."""
-
-    of: dict[str, Kind]
-    optional: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Either:
+class Either(list[Kind]):
     """A value of one of these kinds."""
 
-    of: tuple[Kind, ...]
+
+def shape(value: Any) -> bool:
+    """a list of sizes"""
+    return isinstance(value, list) and is_shape(value)
 
 
-@dataclass(frozen=True)
-class That:
-    """A value for which ``holds`` returns True. ``called``: its description in messages."""
-
-    holds: Callable[[Any], bool]
-    called: str
+def number(value: Any) -> bool:
+    """a number from 0 to 2**63"""
+    return is_size(value)
 
 
-SHAPE = That(lambda value: isinstance(value, list) and is_shape(value), "a list of sizes")
-NUMBER = That(is_size, "a number from 0 to 2**63")
-
-_VALUE = Row((ANY, NUMBER))
-_STATES = Named(Named(Either(("box", "one", _VALUE, Row((ANY, NUMBER, bool)), Fields({"pieces": Named(_VALUE)})))))
-_GROUPS = Lists(Row((Named(ANY), Lists(str))))
-OPTIMIZER = Fields(
-    {"groups": Either((type(None), _GROUPS)), "optimizers": Lists(str), "classes": Named(str), "states": _STATES},
-    frozenset({"optimizers", "classes"}),
-)
-_RANK = Fields(
-    {
-        **{"extra": ANY, "own": Named(str), "own_states": Named(str), "modules": Named(ANY)},
-        **{"kept": Named(Row((NUMBER, NUMBER, bool)))},
-    },
-    frozenset({"extra", "own", "own_states", "modules", "kept"}),
-)
-_OF_MODULE = Fields({"version": Either((type(None), int))}, frozenset({"version"}))  # torch compares numbers
-_ABOUT = Fields(
-    {
-        **{"flatparam": str, "torch": str, "aliases": Named(str), "modules": Named(ANY), "given": Lists(str)},
-        **{"metadata": Named(_OF_MODULE), "base": Named(Row((str, SHAPE, Either((str, type(None))))))},
-    },
-    frozenset({"aliases", "modules", "given", "metadata", "base"}),
-)
-_UNIT = Fields(
-    {
-        **{"name": str, "strategy": Either((str, type(None))), "shards": NUMBER, "replicas": NUMBER},
-        **{"parameters_over": NUMBER, "nested": bool, "shard_numels": Lists(NUMBER), "dtypes": Lists(str)},
-    }
-)
-_TENSOR = Row((str, SHAPE, Lists(NUMBER), SHAPE, NUMBER, Either((type(None), Lists(NUMBER)))))
-_FILES = Named(Fields({"bytes": NUMBER, "header": NUMBER, "tensors": Named(_TENSOR)}))
-INDEX = Fields(
-    {
-        **{"id": str, "world_size": NUMBER, "about": _ABOUT, "units": Lists(_UNIT), "files": _FILES},
-        **{"optimizer": Either((type(None), OPTIMIZER)), "ranks": Lists(_RANK)},
-    }
-)
+_ENTRY: Kind = (ANY, number)
+_STATE = Either(["box", "one", _ENTRY, (ANY, number, bool), {"pieces": {"*": _ENTRY}}])
+_GROUPS: Kind = [({"*": ANY}, [str])]
+OPTIMIZER = {
+    **{"groups": Either([type(None), _GROUPS]), "optimizers?": [str], "classes?": {"*": str}},
+    "states": {"*": {"*": _STATE}},
+}
+_RANK = {
+    **{"extra?": ANY, "own?": {"*": str}, "own_states?": {"*": str}, "modules?": {"*": ANY}},
+    "kept?": {"*": (number, number, bool)},
+}
+_OF_MODULE = {"version?": Either([type(None), int])}  # torch compares numbers
+_ABOUT = {
+    **{"flatparam": str, "torch": str, "aliases?": {"*": str}, "modules?": {"*": ANY}, "given?": [str]},
+    **{"metadata?": {"*": _OF_MODULE}, "base?": {"*": (str, shape, Either([str, type(None)]))}},
+}
+_UNIT = {
+    **{"name": str, "strategy": Either([str, type(None)]), "shards": number, "replicas": number},
+    **{"parameters_over": number, "nested": bool, "shard_numels": [number], "dtypes": [str]},
+}
+_TENSOR = (str, shape, [number], shape, number, Either([type(None), [number]]))
+_FILE = {"bytes": number, "header": number, "tensors": {"*": _TENSOR}}
+INDEX = {
+    **{"id": str, "world_size": number, "about": _ABOUT, "units": [_UNIT], "files": {"*": _FILE}},
+    **{"optimizer": Either([type(None), OPTIMIZER]), "ranks": [_RANK]},
+}
 
 
 def misfit(value: Any, kind: Kind, place: str = "") -> str | None:
@@ -104,36 +68,36 @@ def misfit(value: Any, kind: Kind, place: str = "") -> str | None:
     if kind is ANY:
         return None
     if isinstance(kind, Either):
-        found = [misfit(value, one, place) for one in kind.of]
+        found = [misfit(value, one, place) for one in kind]
         return None if None in found else found[-1]
-    if isinstance(kind, Lists) and isinstance(value, list):
-        return _first(misfit(one, kind.of, f"{place}[{i}]") for i, one in enumerate(value))
-    if isinstance(kind, Row) and isinstance(value, list) and len(value) == len(kind.of):
-        return _first(
-            misfit(one, its, f"{place}[{i}]") for i, (one, its) in enumerate(zip(value, kind.of, strict=True))
-        )
-    if isinstance(kind, Named) and isinstance(value, dict):
-        return _first(misfit(one, kind.of, f"{place}.{name}") for name, one in value.items())
-    if isinstance(kind, Fields) and isinstance(value, dict):
-        absent = min(kind.of.keys() - value.keys() - kind.optional, default=None)
+    if isinstance(kind, list) and isinstance(value, list):
+        return _first((one, kind[0], f"{place}[{i}]") for i, one in enumerate(value))
+    if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
+        return _first((*pair, f"{place}[{i}]") for i, pair in enumerate(zip(value, kind, strict=True)))
+    if isinstance(kind, dict) and isinstance(value, dict):
+        if "*" in kind:
+            return _first((one, kind["*"], f"{place}.{name}") for name, one in value.items())
+        absent = min((name for name in kind if name not in value and not name.endswith("?")), default=None)
         if absent is not None:
             return f"{place} has no `{absent}`"
-        return _first(misfit(value[name], its, f"{place}.{name}") for name, its in kind.of.items() if name in value)
-    fits = (
-        kind.holds(value) if isinstance(kind, That) else value == kind if isinstance(kind, str) else type(value) is kind
-    )
+        named = ((name.removesuffix("?"), its) for name, its in kind.items())
+        return _first((value[name], its, f"{place}.{name}") for name, its in named if name in value)
+    if isinstance(kind, list | tuple | dict):
+        fits = False
+    elif isinstance(kind, type):
+        fits = type(value) is kind
+    else:
+        fits = kind(value) if callable(kind) else value == kind
     return None if fits else f"{place} is {reprlib.repr(value)}, expected {_called(kind)}"
 
 
-def _first(found: Iterable[str | None]) -> str | None:
-    return next((why for why in found if why is not None), None)
+def _first(parts: Iterable[tuple[Any, Kind, str]]) -> str | None:
+    return next((why for part in parts if (why := misfit(*part)) is not None), None)
 
 
 def _called(kind: Kind) -> str:
-    if isinstance(kind, That):
-        return kind.called
-    if isinstance(kind, Row):
-        return f"a list of {len(kind.of)}"
-    if isinstance(kind, Lists | Named | Fields):
-        return "a list" if isinstance(kind, Lists) else "an object"
-    return repr(kind) if isinstance(kind, str) else str(kind.__name__)
+    if isinstance(kind, list | dict):
+        return "a list" if isinstance(kind, list) else "an object"
+    if isinstance(kind, tuple):
+        return f"a list of {len(kind)}"
+    return str(kind.__name__ if isinstance(kind, type) else kind.__doc__ if callable(kind) else repr(kind))
