@@ -31,7 +31,7 @@ def is_trained(held: LocalParam, named: Named | None) -> bool:
     """Whether ``held`` is saved: a buffer, a parameter that requires grad, or one that an optimizer keeps state for."""
     if held.is_buffer or held.owner.requires_grad:
         return True
-    return named is not None and id(held.owner) in named.group_of and bool(named.state_of(held.owner))
+    return named is not None and bool(named.state_of(held.owner))
 
 
 def description(held: LocalParam) -> list[Any]:

@@ -32,13 +32,14 @@ from .files import Chunk
 from .gradients import Sums, sums_of
 from .index import Index
 from .model_plan import ModelPlan
+from .modules import values_of_modules
+from .optimizer_plan import OptimizerPlan
 from .optimizers import Named
 from .pieces import all_held
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
 from .rendezvous import Rendezvous
-from .targets import Targets, into_optimizer, values_of_modules
 from .values import decode
 
 
@@ -124,7 +125,7 @@ def load(
             f"{dtype} here",
             stacklevel=2,
         )
-    for why in loading.targets.without_state if rendezvous.is_first else ():
+    for why in loading.targets.without_state if loading.targets is not None and rendezvous.is_first else ():
         warnings.warn(f"{path}: the optimizer's state in the checkpoint {why}", stacklevel=2)
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = plan.missing, plan.unexpected
@@ -158,7 +159,7 @@ class _Loading:
         self.path, self.model, self.optimizer, self.rendezvous = Path(), model, optimizer, rendezvous
         self.source: Source | None = None
         self.into = ModelPlan(model)
-        self.targets = Targets()
+        self.targets: OptimizerPlan | None = None
         self.named: Named | None = None
         self.sums: Sums | None = None
         self.extra: Any = None
@@ -173,7 +174,7 @@ class _Loading:
     @property
     def reads(self) -> list[Read]:
         """All reads of this rank."""
-        return self.into.reads + self.targets.reads
+        return self.into.reads + ([] if self.targets is None else self.targets.reads)
 
     @property
     def bytes(self) -> int:
@@ -212,8 +213,8 @@ class _Loading:
             if of_optimizer is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
             with naming_checkpoint(self.path):
-                own = self._own("own_states")
-                self.targets = into_optimizer(self.named, of_optimizer, source, strict, own, convert)
+                self.targets = OptimizerPlan(self.named, of_optimizer, source, self._own("own_states"))
+                self.targets.plan(strict, convert)
             self.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
 
     def _plan_modules(self, strict: bool) -> dict[str, Any]:
@@ -258,11 +259,11 @@ class _Loading:
         self.into.commit()
         for module, value in self._of_modules:
             module.set_extra_state(value)
-        if self.named is not None:
+        if self.named is not None and self.targets is not None:
             for param, values in self.targets.state:
                 self.named.set_state(param, values)
-            for group, values in zip(self.named.param_groups, self.targets.groups, strict=False):
-                group.update(values)
+            for group, values in zip(self.named.groups, self.targets.settings, strict=True):
+                group.group.update(values)
             assert self.sums is not None
             self.sums.put()
             for param, grad in self.targets.gradients:

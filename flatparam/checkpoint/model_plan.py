@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ..common.tensors import rounds
 from ..fsdp.names import bare_names
 from ..fsdp.states.loading import may_become, note_filled
 from ..fsdp.states.safetensors_files import DTYPES
@@ -93,7 +94,7 @@ class ModelPlan:
         chunks = chunks_of[names[0]]
         self.reads += reads_of(names[0], chunks, one.dense, one.start, self._into(one))
         stored = chunks[0].torch_dtype(names[0])
-        if _rounds(stored, one.flat.dtype):
+        if rounds(stored, one.flat.dtype):
             self.rounded.append((names[0], stored, one.flat.dtype))
 
     def check_tied(self, source: Source) -> None:
@@ -120,14 +121,6 @@ class ModelPlan:
         """Restore what the modules' own load has changed, unless ``commit`` has begun."""
         if self.taken is not None:
             self.taken.before.restore()
-
-
-def _rounds(source: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` lacks numbers that ``source`` has. torch's promotion has no dtypes of one byte."""
-    if source == dtype:
-        return False
-    there, here = torch.finfo(source), torch.finfo(dtype)
-    return there.eps < here.eps or there.max > here.max
 
 
 def check_fits(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.dtype) -> None:

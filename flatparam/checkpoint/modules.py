@@ -313,3 +313,30 @@ def _put_values(module: nn.Module, stand_ins: StandIns) -> None:
             mapping.update(kept)
     for name in stand_ins.still_used():
         raise CheckpointError(f"`{name}`: a module keeps this tensor of the file where its values cannot be put")
+
+
+def values_of_modules(
+    module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor], strict: bool
+) -> list[tuple[Any, Any]]:
+    """Return ``(module, argument)`` for each call of ``set_extra_state``.
+
+    ``told``: name -> encoded value. Raises: CheckpointError, if ``strict``, for a value without a module, and for a
+    module without a value.
+    """
+    found = []
+    by_name, bare = {}, bare_names(module)
+    for path, inner in module.named_modules():
+        clean = bare(path)
+        if type(inner).set_extra_state is not nn.Module.set_extra_state:
+            by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
+    gives = {name for name, inner in by_name.items() if type(inner).get_extra_state is not nn.Module.get_extra_state}
+    missing = [name for name in by_name if name in gives and name not in told]
+    if strict and missing:
+        raise CheckpointError(f"missing in the checkpoint: `{missing[0]}`")
+    for name, value in told.items():
+        if name not in by_name:
+            if strict:
+                raise CheckpointError(f"the model has no module for `{name}`")
+            continue
+        found.append((by_name[name], decode(value, values)))
+    return found

@@ -5,10 +5,8 @@ Saves and loads share this view. It reads optimizers; only ``set_state`` changes
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from ..common.tensors import refuse_freed
 from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.sharding.parameters import in_order
 from ..fsdp.states.optimizer_classes import class_of
+from ..fsdp.states.table import SteppedParam, stepped_of
 from ..fsdp.states.values import keys_of_one_shape, shapes_of
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
@@ -37,11 +36,28 @@ def labelled(given: Any) -> dict[str, Any]:
     return {str(i): one for i, one in enumerate(given)} if isinstance(given, list | tuple) else {"": given}
 
 
-class Named:
-    """Optimizers whose parameters are in ``held``.
+@dataclass(eq=False)
+class Group:
+    """One group of parameters. ``number``: over all optimizers; ``label``, ``optimizer``: its optimizer's."""
 
-    ``groups``: (settings, parameters) for each group of all optimizers, in order; ``labels``: of each group's
-    optimizer; ``held``: id of a stepped tensor -> the parameters in it.
+    number: int
+    label: str
+    optimizer: Any
+    group: dict[str, Any]
+    stepped: list[SteppedParam] = field(default_factory=list)
+
+    @property
+    def params(self) -> list[LocalParam]:
+        return [param for one in self.stepped for param in one.params]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self.group.items() if key not in ("params", "param_names")}
+
+
+class Named:
+    """Optimizers whose parameters are in ``held``: their ``groups``, in order, and ``stepped``: id of a tensor -> it.
+
     Raises: CheckpointError for a parameter that is not in ``held``, or in two optimizers.
     """
 
@@ -53,51 +69,35 @@ class Named:
                 raise CheckpointError(f"expected {which} to be an optimizer, got a {type(one).__name__}")
         if not optimizers:
             raise CheckpointError("the list of optimizers is empty: pass None to save or load no optimizer")
-        self.param_groups = [group for one in optimizers.values() for group in one.param_groups]
-        self.labels = [label for label, one in optimizers.items() for _ in one.param_groups]
         self.classes = {label: class_of(one) for label, one in optimizers.items()}
-        self.held: dict[int, list[LocalParam]] = {}
-        for one in held:
-            self.held.setdefault(id(one.owner), []).append(one)
-        self.groups: list[tuple[dict[str, Any], list[LocalParam]]] = []
-        self.group_of: dict[int, dict[str, Any]] = {}
-        self._optimizer_of: dict[int, tuple[str, Any]] = {}
-        for i, (label, group) in enumerate(zip(self.labels, self.param_groups, strict=True)):
-            mine: list[LocalParam] = []
-            for j, param in enumerate(group["params"]):
-                if id(param) not in self.held:
+        self.stepped = stepped_of(held)
+        self.group_of: dict[int, Group] = {}  # id of a stepped tensor -> its group
+        groups = [(label, one, group) for label, one in optimizers.items() for group in one.param_groups]
+        self.groups = [Group(i, *given) for i, given in enumerate(groups)]
+        for group in self.groups:
+            for j, param in enumerate(group.group["params"]):
+                if id(param) not in self.stepped:
                     raise CheckpointError(
-                        f"the optimizer's parameter {j} of group {i}, of shape {tuple(param.shape)}, is not in the "
-                        "model: make the optimizer after wrapping, of the model's parameters()"
+                        f"the optimizer's parameter {j} of group {group.number}, of shape {tuple(param.shape)}, is not "
+                        "in the model: make the optimizer after wrapping, of the model's parameters()"
                     )
-                name = self.held[id(param)][0].name
-                before, _ = self._optimizer_of.setdefault(id(param), (label, optimizers[label]))
-                if before != label:
+                mine, before = self.stepped[id(param)], self.group_of.get(id(param))
+                if before is None:  # else torch has warned: the group has the parameter twice
+                    self.group_of[id(param)] = group
+                    group.stepped.append(mine)
+                elif before.label != group.label:
                     raise CheckpointError(
-                        f"parameter `{name}` is in two optimizers, `{before}` and `{label}`: a checkpoint takes a "
-                        "parameter in one optimizer only"
+                        f"parameter `{mine.name}` is in two optimizers, `{before.label}` and `{group.label}`: a "
+                        "checkpoint takes a parameter in one optimizer only"
                     )
-                self.group_of[id(param)] = group
-                mine += self.held[id(param)]
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self.groups.append((settings, mine))
-        states = ((tuple(param.shape), shapes_of(self.state_of(param))) for param, _ in self.params())
+        states = ((tuple(one.tensor.shape), shapes_of(self.state_of(one.tensor))) for one in self.all_stepped())
         self.unlike = keys_of_one_shape(states)
 
-    def params(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
-        """Yield ``(stepped tensor, the parameters in it)``, each tensor once."""
-        seen = set()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    yield param, self.held[id(param)]
-
-    def others(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
-        """Yield the same for parameters that no optimizer steps. They may have gradients too."""
-        for held in self.held.values():
-            if id(held[0].owner) not in self.group_of and not held[0].is_buffer:
-                yield held[0].owner, held
+    def all_stepped(self) -> Iterator[SteppedParam]:
+        """Yield the tensors of all groups, then parameters that no optimizer steps: they may have gradients too."""
+        yield from (one for group in self.groups for one in group.stepped)
+        others = (one for one in self.stepped.values() if id(one.tensor) not in self.group_of)
+        yield from (one for one in others if not one.params[0].is_buffer)
 
     def check_keys(self) -> None:
         """Raises: CheckpointError for state that belongs to no parameter, or whose key is no str or is ".grad"."""
@@ -109,7 +109,8 @@ class Named:
                     )
                 for key in state:
                     if type(key) is not str or key == GRADIENT:
-                        names = [one.name for one in self.held.get(id(param), [])]
+                        mine = self.stepped.get(id(param))
+                        names = [] if mine is None else [held.name for held in mine.params]
                         raise CheckpointError(
                             f"the optimizer's state of `{', '.join(names)}` has the key {key!r}: expected a str other "
                             f"than {GRADIENT!r}"
@@ -117,26 +118,16 @@ class Named:
 
     def state_of(self, param: Tensor) -> Any:
         """Return the state of ``param`` in its optimizer; empty if there is none."""
-        return self._optimizer_of[id(param)][1].state.get(param, {})
+        group = self.group_of.get(id(param))
+        return {} if group is None else group.optimizer.state.get(param, {})
 
     def set_state(self, param: Tensor, values: dict[str, Any]) -> None:
         """Replace the state of ``param`` in its optimizer. Empty ``values`` remove it."""
-        state = self._optimizer_of[id(param)][1].state
+        state = self.group_of[id(param)].optimizer.state
         if values:
             state[param] = values
         else:
             state.pop(param, None)
-
-    def lies_whole(self, held: LocalParam) -> bool:
-        """Whether the optimizer on this rank steps all of ``held`` and nothing else, in its own shape."""
-        if not held.is_sharded and len(self.held[id(held.owner)]) == 1:
-            return True
-        return tuple(held.owner.shape) == held.shape and held.numel == math.prod(held.shape)
-
-    def layout_of(self, param: Tensor) -> str:
-        """Return a digest of the shape of ``param`` and of the elements in it. Equal for pieces cut in the same way."""
-        held = [(one.name, one.start, one.numel) for one in self.held[id(param)] if one.numel]
-        return hashlib.sha256(repr((tuple(param.shape), held)).encode()).hexdigest()[:16]
 
 
 GRADIENT = ".grad"  # a gradient is saved as a state with this key
@@ -164,29 +155,26 @@ class State(NamedTuple):
 def states_of(named: Named) -> Iterator[State]:
     """Yield the states and gradients of all parameters with elements on this rank. Raises: CheckpointError."""
     named.check_keys()
-    stepped = ((param, held, named.state_of(param).items()) for param, held in named.params())
-    for param, held, state in itertools.chain(stepped, ((param, held, ()) for param, held in named.others())):
-        for key, value in (*state, *_gradient(param, held)):
-            for one in held:
-                if one.numel:
-                    kind, found = _kind(named, param, one, key, value)
-                    yield State(one, key, kind, found, kind != "box" and not named.lies_whole(one))
+    for one in named.all_stepped():
+        for key, value in (*named.state_of(one.tensor).items(), *_gradient(one)):
+            for param in one.here:
+                kind, found = _kind(named, one.tensor, param, key, value)
+                yield State(param, key, kind, found, kind != "box" and not one.lies_whole(param))
 
 
-def _gradient(param: Tensor, held: list[LocalParam]) -> Iterator[tuple[str, Tensor]]:
+def _gradient(one: SteppedParam) -> Iterator[tuple[str, Tensor]]:
     """Yield ``.grad`` as a state, if there is one. Raises: CheckpointError if it cannot be saved."""
-    grad = param.grad
+    grad = one.tensor.grad
     if grad is None:
         return
     why = None
-    if isinstance(held[0], InHandle):
+    if isinstance(one.params[0], InHandle):
         why = "belongs to a handle that is driven by hand"
-    elif grad.layout != torch.strided or grad.shape != param.shape:
+    elif grad.layout != torch.strided or grad.shape != one.tensor.shape:
         why = f"is {grad.layout} of shape {tuple(grad.shape)}"
     if why is not None:
         raise CheckpointError(
-            f"the gradient of `{held[0].name}` {why}, and cannot be saved: save after the optimizer's step and "
-            "zero_grad()"
+            f"the gradient of `{one.name}` {why}, and cannot be saved: save after the optimizer's step and zero_grad()"
         )
     yield GRADIENT, grad
 

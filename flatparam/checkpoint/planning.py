@@ -215,7 +215,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
     states: dict[str, dict[str, Any]] = {}
     pieces: dict[str, dict[str, list[Any]]] = {}
     alike: dict[str, dict[str, str]] = {kind: {} for kind in ALIKE}
-    keys: dict[str, list[str]] = {one.name: [] for _, held in named.params() for one in held if one.numel}
+    keys: dict[str, list[str]] = {param.name: [] for group in named.groups for param in group.params if param.numel}
     for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
         begin, end = written(held, rank)
@@ -240,12 +240,13 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
         if kind == "one" and not (of_piece and value.dim()):
             plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
     told: dict[str, Any] = {"states": states, "pieces": pieces, "keys": keys}
-    for i, (group, mine) in enumerate(named.groups):
-        alike["group"][str(i)] = _seen(group)
+    for group in named.groups:
+        alike["group"][str(group.number)] = _seen(group.settings)
         if rank == 0:
-            settings = encode(group, f"param_groups[{i}]", values)
-            told.setdefault("groups", []).append([settings, [held.name for held in mine]])
-            told["optimizers"], told["classes"] = named.labels, named.classes
+            settings = encode(group.settings, f"param_groups[{group.number}]", values)
+            told.setdefault("groups", []).append([settings, [held.name for held in group.params]])
+            told.setdefault("optimizers", []).append(group.label)
+            told["classes"] = named.classes
     plan.told["optimizer"], plan.told["alike"] = told, alike
 
 
@@ -257,16 +258,16 @@ def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, valu
     value is None for the other parameters in it.
     """
     inner: dict[str, Tensor] = {}
-    in_owner = named.held[id(held.owner)]
+    one = named.stepped[id(held.owner)]
     found = encode(value, f"piece.{name}", inner)
     seen = _seen(value)
     has_tensors = bool(inner) and key != "step"
-    if has_tensors and next(one for one in in_owner if one.numel) is not held:
+    if has_tensors and one.here[0] is not held:
         found = None
     elif has_tensors:
         values |= inner
-    has_dims = any(one.dim() for one in inner.values())
-    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, len(in_owner) > 1]
+    has_dims = any(tensor.dim() for tensor in inner.values())
+    return [one.layout, seen, found, has_tensors, has_dims, len(one.params) > 1]
 
 
 def _seen(value: Any) -> str:

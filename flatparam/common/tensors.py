@@ -68,6 +68,16 @@ def has_gradients(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
+def rounds(source: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` lacks numbers that ``source`` has. torch's promotion has no floating dtypes of one byte."""
+    if source == dtype:
+        return False
+    if not (source.is_floating_point and dtype.is_floating_point):
+        return torch.promote_types(source, dtype) != dtype
+    there, here = torch.finfo(source), torch.finfo(dtype)
+    return there.eps < here.eps or there.max > here.max
+
+
 def as_sent(tensor: Tensor) -> Tensor:
     """View a contiguous 1-D ``tensor`` for a collective: as uint8 if not every backend knows its dtype."""
     return tensor if has_gradients(tensor.dtype) else tensor.view(torch.uint8)

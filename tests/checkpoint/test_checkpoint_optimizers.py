@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import differing, full_state, wrapped
 from fsdp_models import Model, data, loss_of
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -70,9 +70,9 @@ def refused(folder):
     for given, said in (
         (
             {"a": both["muon"], "b": torch.optim.SGD(some, lr=1.0), "c": both["adamw"]},
-            r"`first\.weight` is in .*`a` and in .*`b`",
+            r"`first\.weight` is in two optimizers, `a` and `b`",
         ),
-        ([both["muon"], both["muon"]], r"`first\.weight` is in the optimizers `0` and in `1`"),
+        ([both["muon"], both["muon"]], r"`first\.weight` is in two optimizers, `0` and `1`"),
         ({"a": both["muon"], "b": None}, "expected optimizer `b` to be an optimizer, got a NoneType"),
         ([], "no optimizer"),
         (both if dist.get_rank() else both["muon"], r"saves the optimizers .* rank 0 "),
@@ -154,3 +154,25 @@ def of_padding(folder):
 
 def test_padding_has_no_state(tmp_path):
     run_ranks(of_padding, 4, tmp_path)
+
+
+def test_states_that_one_flat_parameter_cannot_have_are_refused_by_name(tmp_path):
+    """Saved of parameters; a flat parameter has one state for all in it."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    adam = torch.optim.Adam([{"params": [module.weight]}, {"params": [module.bias]}])
+    for turn, name in enumerate(("steps", "states"), 1):
+        adam.state.clear()
+        for param, times in ((module.weight, 2), (module.bias, 2 - turn)):
+            for _ in range(times):
+                param.grad = torch.ones_like(param)
+                adam.step()
+                adam.zero_grad()
+        checkpoint.save(tmp_path / name, module, adam)
+    with fake_world(1):
+        for name, said in (("steps", "`step`.*`weight`.*`bias`"), ("states", "`weight`.*`bias`")):
+            model = FSDP(nn.Linear(3, 2), use_orig_params=False, device_id=torch.device("cpu"))
+            optimizer = torch.optim.Adam(model.parameters())
+            with pytest.raises(CheckpointError, match=said):
+                checkpoint.load(tmp_path / name, model, optimizer)
+            assert not optimizer.state

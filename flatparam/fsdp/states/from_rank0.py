@@ -16,6 +16,7 @@ from torch import Tensor
 from ...common.tensors import as_sent
 from ..desync import checked_collectives
 from ..desync.events import SetupCollective
+from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import in_order
 from ..unit.local_params import UnitParam
 from .optimizer_loading import Fetch, by_first_name
@@ -58,8 +59,9 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
     whole = by_first_name(table, full.get("state", {})) if is_first and full else {}
 
     @torch.no_grad()
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
-        flat_param = table.flat_params[number]
+    def fetch(
+        flat_param: FlatParam, key: str, dtype: torch.dtype, params: list[UnitParam]
+    ) -> Iterator[tuple[UnitParam, Tensor]]:
         flat = torch.empty(flat_param.layout.numel, dtype=dtype, device=flat_param.device)
         for param in params if is_first else ():
             value = in_order(whole[param.name][key].detach(), param.stride)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from ..unit.local_params import UnitParam
+from ..sharding.flat_param import FlatParam
+from ..unit.local_params import LocalParam, UnitParam
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, classify, same
 
-# fetch(number of the flat parameter, key, dtype, parameters) yields (parameter, its elements on this rank: 1-D, in
-# memory order). It may be a collective call.
-Fetch = Callable[[int, str, torch.dtype, list[UnitParam]], Iterator[tuple[UnitParam, Tensor]]]
+# fetch(flat parameter, key, dtype, parameters) yields (parameter, its elements on this rank: 1-D, in memory order). It
+# may be a collective call.
+Fetch = Callable[[FlatParam, str, torch.dtype, list[UnitParam]], Iterator[tuple[UnitParam, Tensor]]]
 
 
 _ALIKE = (
@@ -51,7 +52,7 @@ def cut(
     stepped = [one for one in table.all_stepped() if one in keys]  # in the same order on all ranks
     state = by_first_name(table, full.get("state", {}))
     described = classify(table, state)
-    plan = {one: found for one in stepped if (found := _plan(one, described)) is not None}
+    plan = {one: found for one in stepped if (found := shared_state(one.params, described)) is not None}
     _warn_of_missing(groups, plan)
     result: dict[str, Any] = {"state": {}}
     if "param_groups" in full:
@@ -61,9 +62,9 @@ def cut(
         for one, values in plan.items()
         if one.is_flat or one.is_here
     }
-    for (number, key, dtype), owners in by_gather(plan):
+    for (flat_param, key, dtype), owners in by_gather(table, plan):
         owner_of = {param: one for one in owners for param in one.unit_params if param.name in described}
-        for param, piece in fetch(number, key, dtype, list(owner_of)):
+        for param, piece in fetch(flat_param, key, dtype, list(owner_of)):
             if owner_of[param] in cut_state:
                 _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
     for one in keys:
@@ -117,14 +118,17 @@ def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[s
     return found
 
 
-def _plan(one: SteppedParam, state: dict[str, Described]) -> Described | None:
-    """Return the state that ``one`` gets; None: none. Raises: StateError if parameters of one flat parameter differ."""
-    having = [param for param in one.params if param.name in state]
+def shared_state(params: list[LocalParam], state: Mapping[str, Described]) -> Described | None:
+    """Return the state that a stepped tensor with ``params`` gets; None: none. ``state``: by first FQN.
+
+    Raises: StateError if it differs between the parameters.
+    """
+    having = [param for param in params if param.name in state]
     if not having:
         return None
     first = having[0]
     values = state[first.name]
-    lacking = next((param for param in one.params if param.name not in state), None)
+    lacking = next((param for param in params if param.name not in state), None)
     scalar = next((key for key, value in values.items() if not isinstance(value, Like)), None)
     if lacking is not None and scalar is not None:
         raise StateError(
@@ -224,9 +228,6 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Return the ``Fetch`` for a state that is whole on this rank. No communication."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
-        for param in params:
-            if param.numel or not param.is_sharded:
-                yield param, param.slice_of(whole[param.name][key])
-
-    return fetch
+    return lambda flat_param, key, dtype, params: (
+        (param, param.slice_of(whole[param.name][key])) for param in params if param.numel or not param.is_sharded
+    )

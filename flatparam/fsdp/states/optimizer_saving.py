@@ -25,7 +25,6 @@ from .entries import Take
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
 
-Place = tuple[int, int]  # (number of the flat parameter, number of the original in it; -1: all of them)
 _NOTHING = "nothing"  # told for a parameter without elements on that rank
 
 
@@ -73,13 +72,11 @@ def _states(table: Table, held: dict[SteppedParam, Mapping[str, Any]], sink: Sin
     for one, values in held.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                refuse_freed(value, f"the optimizer's `{key}` of `{one.params[0].name}`")
+                refuse_freed(value, f"the optimizer's `{key}` of `{one.name}`")
     stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
-    at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
     unlike = keys_of_one_shape((one.shape, shapes_of(values)) for one, values in held.items())
     found = {one: _described(one, values, unlike) for one, values in held.items() if not one.is_sharded}
-    for place, values in _agreed(table, at, held, unlike).items():
-        found[at[place]] = values
+    found |= _agreed([one for one in stepped if one.is_sharded], held, unlike)
     result: dict[str, dict[str, Any]] = {}
     for one in stepped:
         mine = held.get(one, {}) if one.is_here else {}
@@ -90,8 +87,8 @@ def _states(table: Table, held: dict[SteppedParam, Mapping[str, Any]], sink: Sin
                     key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink, param)
                     for key, value in found[one].items()
                 }
-    for (number, key, dtype), members in by_gather(found):
-        _gather(table.flat_params[number], key, dtype, members, held, sink, result)
+    for (flat_param, key, dtype), members in by_gather(table, found):
+        _gather(flat_param, key, dtype, members, held, sink, result)
     return result
 
 
@@ -109,32 +106,32 @@ def _described(one: SteppedParam, values: Mapping[str, Any], unlike: set[str]) -
 
 
 def _agreed(
-    table: Table, at: dict[Place, SteppedParam], held: dict[SteppedParam, Mapping[str, Any]], unlike: set[str]
-) -> dict[Place, Described]:
-    """Return the descriptions of sharded parameters' states, in the same order on all ranks. A collective call."""
-    groups: dict[int, tuple[Any, set[int]]] = {}
-    for number, flat_param in enumerate(table.flat_params):
-        if flat_param.is_sharded:
-            groups.setdefault(id(flat_param.placement.optim), (flat_param.placement.optim, set()))[1].add(number)
-    result: dict[Place, Described] = {}
-    for group, numbers in groups.values():
-        mine: dict[Place, Described | None] = {}
+    sharded: list[SteppedParam], held: dict[SteppedParam, Mapping[str, Any]], unlike: set[str]
+) -> dict[SteppedParam, Described]:
+    """Return the descriptions of the states of ``sharded``, in the same order on all ranks. A collective call.
+
+    ``sharded``: all sharded parameters, in the same order on all ranks.
+    """
+    groups: dict[Any, list[SteppedParam]] = {}
+    for one in sharded:
+        assert one.flat_param is not None
+        groups.setdefault(one.flat_param.placement.optim, []).append(one)
+    result: dict[SteppedParam, Described] = {}
+    for group, members in groups.items():
+        mine: dict[str, Described | None] = {}
         share: dict[Any, Any] = {}  # one object for equal descriptions: pickle sends it once
-        for place, one in at.items():
-            if place[0] not in numbers:
-                continue
+        for one in members:
             if not one.is_here:
                 continue  # the optimizer may keep state for an empty slice: ignore it
+            mine[one.name] = None
             if one in held:
                 values = _described(one, held[one], unlike)
                 is_small = all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
-                mine[place] = share.setdefault(repr(values), values) if is_small else values
-            else:
-                mine[place] = None
+                mine[one.name] = share.setdefault(repr(values), values) if is_small else values
         everyone, ranks = gather_objects(SetupCollective.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
-        places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)
-        for place in places:
-            result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
+        having = {name for other in everyone for name, values in other.items() if values is not None}
+        for one in (one for one in members if one.name in having):
+            result[one] = _merged(one, ranks, [other.get(one.name, _NOTHING) for other in everyone])
     return result
 
 
@@ -143,7 +140,7 @@ def _merged(one: SteppedParam, ranks: list[int], everyone: list[Any]) -> Describ
 
     None: the rank has elements of the parameter and no state for them. Raises: StateError if ranks differ.
     """
-    name = one.params[0].name
+    name = one.name
     first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
     for rank, other in zip(ranks, everyone, strict=True):
         if other is None:

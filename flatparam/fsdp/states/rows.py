@@ -290,8 +290,7 @@ def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Return the ``Fetch`` for ``cut`` from a sharded state. Each fetch with rows is a collective call."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[UnitParam]) -> Iterator[tuple[UnitParam, Tensor]]:
-        for param, value in whole_values({param: whole[param.name][key] for param in params}):
-            yield param, param.slice_of(value)
-
-    return fetch
+    return lambda flat_param, key, dtype, params: (
+        (param, param.slice_of(value))
+        for param, value in whole_values({param: whole[param.name][key] for param in params})
+    )

@@ -6,6 +6,8 @@ All functions for optimizer states start from a ``Table``. It is made anew for e
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +29,12 @@ class SteppedParam:
     """
 
     tensor: Tensor
-    params: list[LocalParam]
-    place: tuple[int, int] | None = None  # (flat parameter, original in it or -1 for all); None: no unit
+    params: list[LocalParam] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The FQN of its first parameter, which is the same on all ranks."""
+        return self.params[0].name
 
     @property
     def unit_params(self) -> list[UnitParam]:
@@ -53,12 +59,37 @@ class SteppedParam:
 
     @property
     def is_flat(self) -> bool:
-        return self.place is not None and self.place[1] < 0
+        return self.flat_param is not None and not self.flat_param.use_orig_params
+
+    @property
+    def here(self) -> list[LocalParam]:
+        """The parameters of which this rank has elements. A slice may be empty, a shard may be padding only."""
+        return [param for param in self.params if param.numel]
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has elements of the parameters. A slice may be empty, a shard may be padding only."""
-        return not self.is_sharded or any(param.numel for param in self.params)
+        """Whether this rank has elements of the parameters, or they are not sharded."""
+        return not self.is_sharded or bool(self.here)
+
+    @property
+    def layout(self) -> str:
+        """A digest of its shape and of the elements in it. Equal for pieces cut in the same way."""
+        here = [(param.name, param.start, param.numel) for param in self.here]
+        return hashlib.sha256(repr((tuple(self.tensor.shape), here)).encode()).hexdigest()[:16]
+
+    def lies_whole(self, param: LocalParam) -> bool:
+        """Whether the optimizer on this rank steps all of ``param`` here and nothing else, in its own shape."""
+        if not param.is_sharded and len(self.params) == 1:
+            return True
+        return tuple(self.tensor.shape) == param.shape and param.numel == math.prod(param.shape)
+
+
+def stepped_of(params: Iterable[LocalParam]) -> dict[int, SteppedParam]:
+    """Map the id of each tensor that an optimizer of ``params`` steps to the tensor with its parameters, in order."""
+    found: dict[int, SteppedParam] = {}
+    for param in params:
+        found.setdefault(id(param.owner), SteppedParam(param.owner)).params.append(param)
+    return found
 
 
 @dataclass(eq=False)
@@ -79,16 +110,7 @@ class Table:
         self.params = list(local_params_of(self.model, buffers=False))
         self.units = list(unit_paths(self.model))
         self.flat_params = [flat_param for unit in self.units for flat_param in unit.flat_params]
-        places = {flat_param: place for place, flat_param in enumerate(self.flat_params)}
-        for param in self.params:
-            if param.flat_param is not None and not param.flat_param.use_orig_params:
-                one = self._stepped.setdefault(
-                    id(param.owner), SteppedParam(param.owner, [], (places[param.flat_param], -1))
-                )
-                one.params.append(param)
-            else:
-                place = None if param.flat_param is None else (places[param.flat_param], param.number)
-                self._stepped[id(param.owner)] = SteppedParam(param.owner, [param], place)
+        self._stepped = stepped_of(self.params)
         self.by_name = {name: param for param in self.params for name in param.names}
 
     def all_stepped(self) -> list[SteppedParam]:

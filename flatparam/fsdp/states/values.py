@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...common.torch_private import ShardedTensor
 from ..errors import StateError
+from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import same_bytes
 from ..unit.local_params import LocalParam, UnitParam
 from .table import SteppedParam, Table
@@ -158,17 +159,21 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
-def by_gather(found: Mapping[SteppedParam, Described]) -> list[tuple[tuple[int, str, torch.dtype], list[SteppedParam]]]:
-    """Return the gathers: ``((number of the flat parameter, key, dtype), stepped tensors)``, sorted.
+Gather = tuple[FlatParam, str, torch.dtype]  # flat parameter, key, dtype: one collective
 
-    ``found`` is the same on all ranks, and so is the result: one collective for each item.
+
+def by_gather(table: Table, found: Mapping[SteppedParam, Described]) -> list[tuple[Gather, list[SteppedParam]]]:
+    """Return the gathers, sorted, with the stepped tensors of each.
+
+    ``found`` has the same items on all ranks, so the result is the same: one collective for each item.
     """
-    members: dict[tuple[int, str, torch.dtype], list[SteppedParam]] = {}
+    members: dict[Gather, list[SteppedParam]] = {}
     for one, values in found.items():
         for key, value in values.items():
-            if isinstance(value, Like) and one.place is not None:
-                members.setdefault((one.place[0], key, value.dtype), []).append(one)
-    return sorted(members.items(), key=lambda item: (*item[0][:2], str(item[0][2])))
+            if isinstance(value, Like) and one.flat_param is not None:
+                members.setdefault((one.flat_param, key, value.dtype), []).append(one)
+    order = {flat_param: number for number, flat_param in enumerate(table.flat_params)}
+    return sorted(members.items(), key=lambda item: (order[item[0][0]], item[0][1], str(item[0][2])))
 
 
 def shape_of(value: Any) -> Shape | None:

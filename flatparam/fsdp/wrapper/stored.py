@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ... import _C
+from ...common.tensors import rounds
 from ..desync.same_unit import check_described
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
@@ -35,7 +36,7 @@ def store(wrapper: Wrapper, flat_param: FlatParam, dtype: Any) -> None:
     what = f"{unit.name}: its shard with `{flat_param.originals[0].fqn}`"
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{what}: expected a floating torch.dtype to store it in, got {dtype!r}")
-    if torch.promote_types(flat.dtype, dtype) != dtype:
+    if rounds(flat.dtype, dtype):
         raise ValueError(
             f"{what} is in {flat.dtype}, which {dtype} would round: convert the model before it is wrapped, or with "
             f"model.to({dtype})"

@@ -208,8 +208,9 @@ def refused(uo):
         handle = model._handle
         with pytest.raises(TypeError, match=r"its shard with `first.weight`: expected a floating torch.dtype"):
             handle._orig_param_dtype = torch.int64
-        with pytest.raises(ValueError, match=r"is in torch.bfloat16, which torch.float16 would round: convert"):
-            handle._orig_param_dtype = torch.float16
+        for dtype in (torch.float16, torch.float8_e5m2):
+            with pytest.raises(ValueError, match=rf"is in torch.bfloat16, which {dtype} would round: convert"):
+                handle._orig_param_dtype = dtype
         handle._orig_param_dtype = torch.bfloat16  # as it is
         model(inputs(0, torch.bfloat16)).sum().backward()
         with pytest.raises(RuntimeError, match=r"before the first forward only, .* MixedPrecision\(param_dtype="):
