@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -23,20 +24,19 @@ def first_difference(ranks: Sequence[int], everyone: Sequence[Described]) -> str
     first = everyone[0]
     for rank, other in zip(ranks, everyone, strict=True):
         for i in range(max(len(first), len(other))):
-            expected, found = (side[i] if i < len(side) else ("nothing", "-") for side in (first, other))
+            expected, found = (side[i] if i < len(side) else ("nothing", "") for side in (first, other))
             if expected != found:
-                one, two = _what_differs(expected, found)
-                return f"rank {ranks[0]} has {expected[0]} ({one}), rank {rank} has {found[0]} ({two})"
+                one, two = _what_differs(expected[1], found[1])
+                return f"rank {ranks[0]} has {expected[0]}{one}, rank {rank} has {found[0]}{two}"
     raise AssertionError("all ranks say the same, but have other digests of it")
 
 
-def _what_differs(expected: tuple[str, str], found: tuple[str, str]) -> tuple[str, str]:
-    """Return the properties of both. If names and numbers of properties are equal, only those that differ.
+def _what_differs(expected: str, found: str) -> tuple[str, str]:
+    """Return the properties of both in parentheses, without those that both have in the same place.
 
     Commas outside of parentheses separate properties.
     """
-    one, two = (re.split(r", (?![^()]*\))", what) for _, what in (expected, found))
-    if expected[0] != found[0] or len(one) != len(two):
-        return expected[1], found[1]
-    other = [pair for pair in zip(one, two, strict=True) if pair[0] != pair[1]]
-    return ", ".join(pair[0] for pair in other), ", ".join(pair[1] for pair in other)
+    one, two = (re.split(r", (?![^()]*\))", what) for what in (expected, found))
+    kept = [(a, b) for a, b in itertools.zip_longest(one, two, fillvalue="") if a != b]
+    first, second = (", ".join(filter(None, side)) for side in zip(*kept, strict=True)) if kept else ("", "")
+    return first and f" ({first})", second and f" ({second})"

@@ -1,19 +1,92 @@
-"""Warnings about the user's arguments: on one rank, and at the user's line. The wrapper's constructor uses them."""
+"""Warnings about something that all ranks do alike: on one rank, once, and at the user's line."""
 
+import contextlib
 import sys
+import threading
 import warnings
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
+from .. import _C
 
-def is_first_rank() -> bool:
-    """Whether this is rank 0, which alone warns of something that all ranks do alike."""
+_of_thread = threading.local()
+_BETWEEN = ("flatparam", "torch", "contextlib")  # packages whose lines call ours on behalf of the user
+
+
+def is_first_rank(groups: Iterable[Any] = ()) -> bool:
+    """Whether this is the first rank of each of ``groups``, or without groups rank 0. It alone warns for all ranks."""
+    groups = tuple(groups)
+    if groups:
+        return all(dist.get_rank(group) == 0 for group in groups)
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def warn_user(message: str) -> None:
-    """Warn with the line of the nearest caller outside of flatparam."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flatparam":
+def warn_user(message: str, groups: Iterable[Any] = (), category: type[Warning] = UserWarning) -> None:
+    """Warn on the first rank of ``groups``, with the line of the nearest caller outside of flatparam and torch.
+
+    In a block of ``one_of_each`` the warning is collected, and ``groups`` are those of the block.
+    """
+    frame = sys._getframe(1)
+    collected: Collected | None = getattr(_of_thread, "collected", None)
+    if collected is not None:
+        collected.add((frame.f_code.co_filename, frame.f_lineno), message, category)
+    elif is_first_rank(groups):
+        _warn(message, category)
+
+
+def one_of_each(groups: list[Any]) -> _C.Block:
+    """Return a block that collects the warnings of ``warn_user``. At its end it gives one for each line that warned.
+
+    A block within a block does nothing: so a model's constructor warns once, not once for each unit. The warnings are
+    given after an exception too, as they may explain it. Both blocks' target is the outer one's ``Collected``.
+    ``groups``: filled by the caller until the end.
+    """
+    outer: Collected | None = getattr(_of_thread, "collected", None)
+    if outer is not None:
+        return _C.Block(lambda: outer, lambda: None)
+    collected = Collected()
+
+    def begin() -> Collected:
+        _of_thread.collected = collected
+        return collected
+
+    def end() -> None:
+        _of_thread.collected = None
+        collected.give(groups)
+
+    return _C.Block(begin, end)
+
+
+class Collected:
+    """The warnings of a block: by the line that warned, the first message, its category and the number of them.
+
+    ``plan``: the units that the block builds, in words, for errors in blocks within it.
+    """
+
+    def __init__(self) -> None:
+        self.plan = ""
+        self._found: dict[tuple[str, int], tuple[str, type[Warning], int]] = {}
+
+    def add(self, line: tuple[str, int], message: str, category: type[Warning]) -> None:
+        first, _, count = self._found.get(line, (message, category, 0))
+        self._found[line] = first, category, count + 1
+
+    def give(self, groups: list[Any]) -> None:
+        found, self._found = self._found, {}
+        if not found or not is_first_rank(groups):
+            return
+        # a warning that is an error may not replace the exception that ends the block
+        with contextlib.nullcontext() if sys.exc_info()[0] is None else contextlib.suppress(Warning):
+            for message, category, count in found.values():
+                _warn(message if count == 1 else f"{message} (and {count - 1} more of this kind)", category)
+
+
+def _warn(message: str, category: type[Warning]) -> None:
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

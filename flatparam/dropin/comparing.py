@@ -8,7 +8,6 @@ Not compared: NO_SHARD, as a rank may run forwards alone; replicas of HYBRID_SHA
 not know their group; parameters that are frozen after the first gather. `gathering.py` calls this once for a handle.
 """
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from ..common.collectives import all_gather_beside
 from ..common.described import Described, digest_of_said, first_difference
+from ..common.warned import warn_user
 from .base import Handle
 
 _HALF = 16  # bytes of each of the two digests
@@ -59,12 +59,12 @@ def _with_names_of(first: Described, other: Described) -> Described:
 
 
 def _warn_of_names(handle: Handle) -> None:
-    warnings.warn(
+    warn_user(
         handle._about(
             "the ranks have other names for parameters of the same shapes: the first of one rank is trained as the "
             "first of the others, whatever its name. If they are not the same, build the same model on every rank"
         ),
-        stacklevel=2,
+        [handle.process_group],
     )
 
 

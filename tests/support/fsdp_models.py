@@ -1,6 +1,9 @@
 """The model of the runtime's tests, and training it unsharded, on torch's FSDP and on ours, each on its rank's data."""
 
+import contextlib
 import itertools
+import re
+import warnings
 
 import pytest
 import torch
@@ -53,6 +56,16 @@ class Model(nn.Module):
 def make(seed=0, cls=Model, **kwargs):
     torch.manual_seed(seed)
     return cls(**kwargs)
+
+
+@contextlib.contextmanager
+def first_rank_warns(match):
+    """Rank 0 warns with ``match`` in the block, the others do not."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    told = [str(one.message) for one in found]
+    assert any(re.search(match, text) for text in told) == (dist.get_rank() == 0), (match, told)
 
 
 def wrap_blocks(module, wrapper=FSDP, **arguments):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ...common.described import Described, digest_of_said, first_difference
+from ...common.warned import warn_user
 from ..errors import OrderError
 from .checked_collectives import exchange, gather_objects, meet
 from .events import SetupCollective
@@ -47,19 +48,21 @@ def check_same_unit(
     groups: list[dist.ProcessGroup],
     inner: dist.ProcessGroup | None,
     digests: Callable[[], dict[str, int]],
+    plan: str,
 ) -> Agreed:
     """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
 
     Args: ``inner``: another group that needs an id of the unit; its ranks are all in one of ``groups``; ``digests``:
     returns the digest of each parameter's values by FQN, or nothing if values are not to be compared; not called if
-    every group has one rank.
+    every group has one rank; ``plan``: the units that this rank builds, in words: not compared, but shown in the error
+    if ranks have different ones.
     Raises: ValueError on all ranks alike. It names the first rank and parameter that differ from those of the group's
     first rank, or the rank that could not build its unit and the reason. Different values raise nothing here.
     """
     alone = all(dist.get_world_size(group) == 1 for group in groups)
     values = _Values({} if alone else digests())
     numbers: dict[UnitIds, int] = {}
-    problem = _compare(described, groups, numbers, values)
+    problem = _compare(described, groups, numbers, values, plan)
     if problem is not None:
         raise _told(problem)
     if inner is not None:
@@ -122,7 +125,11 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
 
 
 def _compare(
-    said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[UnitIds, int], values: _Values | None = None
+    said: Described | str,
+    groups: list[dist.ProcessGroup],
+    numbers: dict[UnitIds, int],
+    values: _Values | None = None,
+    plan: str = "",
 ) -> str | None:
     """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
@@ -135,7 +142,7 @@ def _compare(
         ids.generation = ids.generation or f"{everyone[0][-1]:x}"
         numbers[ids] = ids.of_built()
         if not _is_same(everyone, slice(_SAID)):
-            said = _explain(said, group)
+            said = _explain(said, plan, group)
         elif values is not None and not _is_same(everyone, slice(_SAID, _SAID + 1)):
             values.explain(group)
     return said if isinstance(said, str) else None
@@ -226,10 +233,10 @@ def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup 
         made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store.raw, name, timeout, _CONNECTING))
     if lacking is None:
         return made
-    warnings.warn(
+    warn_user(
         "ZERO_1 and LAYER_ZERO wait for the device in each step, as their ranks tell each other things over "
         f"{dist.get_backend(group)}: {lacking}. GLOO_SOCKET_IFNAME names an interface for gloo",
-        stacklevel=2,
+        [group],
     )
     return None
 
@@ -246,11 +253,16 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
     return result, next((f"rank {rank} finds no network for gloo ({why})" for rank, why in told if why), None)
 
 
-def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
+def _explain(said: Described | str, plan: str, group: dist.ProcessGroup) -> str:
     """Return the first rank's error, else the first difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
-    everyone = gather_objects(SetupCollective.BUILDS, said, group)
-    for other in everyone:
+    everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (said, plan), group)
+    for other, _ in everyone:
         if isinstance(other, str):
             return other
-    return f"the ranks have built different units: {first_difference(ranks, everyone)}"
+    found = f"the ranks have built different units: {first_difference(ranks, [other for other, _ in everyone])}"
+    first = everyone[0][1]
+    for rank, (_, other) in zip(ranks, everyone, strict=True):
+        if first and other and other != first:
+            return f"{found}. Rank {ranks[0]} builds {first}, rank {rank} {other}"
+    return found

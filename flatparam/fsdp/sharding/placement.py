@@ -8,7 +8,6 @@ a machine, the outer groups) and knows no parameter.
 import dataclasses
 import json
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _C
+from ...common.warned import warn_user
 from ..api import ShardingStrategy
 from ..desync.liveness import Meetings, generation_of_world
 from ..desync.same_unit import host_group
@@ -400,10 +400,10 @@ def check_pair(inner: Any, wide: Any, what: str) -> None:
     known[mine] = tuple(sorted({claim[0] for claim in claims.values()}))
     places = [mine[1].index(rank) for rank in mine[0]]
     if places != list(range(places[0], places[0] + len(places))):
-        warnings.warn(
+        warn_user(
             f"{what}: the ranks {list(mine[0])} of the inner group do not follow each other in {list(mine[1])}: this "
             "is correct, but inner groups are meant to be of neighbours, on one machine",
-            stacklevel=3,
+            [inner],
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from ... import _C
+from ...common.warned import one_of_each, warn_user
 from ..desync.checked_collectives import settle
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
@@ -76,6 +76,10 @@ class ModelStates(Kinds):
         prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
         if is_ungathered():
             return self._ungathered_state(prefix, destination, kwargs)
+        with one_of_each(self._placement.compared):
+            return self._gathered_state(prefix, destination, kwargs)
+
+    def _gathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
         ready: Any = _ready.pop((id(self), prefix), None)
         if ready is not None and destination is not None:
             destination.update(ready)
@@ -239,9 +243,7 @@ def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
     sharded = all(flat_param.is_sharded for flat_param in unit.flat_params)
     if sharded or kind is StateDictType.FULL_STATE_DICT:
         return kind
-    warnings.warn(
-        f"{unit.name} is not sharded: its state dict is whole, as with FULL_STATE_DICT, and not {kind}", stacklevel=3
-    )
+    warn_user(f"{unit.name} is not sharded: its state dict is whole, as with FULL_STATE_DICT, and not {kind}")
     return StateDictType.FULL_STATE_DICT
 
 

@@ -7,7 +7,6 @@ one, `rows.py` and `from_rank0.py` bring the elements of a state that is not who
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
+from ...common.warned import warn_user
 from ..either import or_torchs
 from ..errors import StateError
 from ..unit.local_params import LocalParam, UnitParam
@@ -187,10 +187,9 @@ class OptimizerStates:
 
 def _warned(optim_input: OptimInput) -> OptimInput:
     if optim_input is not None:
-        warnings.warn(
+        warn_user(
             "The `optim_input` argument is deprecated, as in torch: pass the optimizer, or nothing",
-            FutureWarning,
-            stacklevel=4,
+            category=FutureWarning,
         )
     return optim_input
 

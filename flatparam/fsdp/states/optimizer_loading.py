@@ -8,13 +8,13 @@ which all ranks have alike: all ranks raise, or all come to the same fetches. A 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...common.warned import warn_user
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam
@@ -53,7 +53,7 @@ def cut(
     state = by_first_name(table, full.get("state", {}))
     described = classify(table, state)
     plan = {one: found for one in stepped if (found := shared_state(one.params, described)) is not None}
-    _warn_of_missing(groups, plan)
+    _warn_of_missing(table, groups, plan)
     result: dict[str, Any] = {"state": {}}
     if "param_groups" in full:
         result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
@@ -72,15 +72,15 @@ def cut(
             result["state"][keys[one]] = cut_state[one]
     for key, value in full.get("state", {}).items():
         if key not in table.by_name:
-            warnings.warn(
+            warn_user(
                 f"the optimizer's state has {key!r}, which is no parameter of the model: it is copied as it is",
-                stacklevel=4,
+                table.compared,
             )
             result["state"][key] = value
     return result
 
 
-def _warn_of_missing(groups: list[list[SteppedParam]], plan: Mapping[SteppedParam, Any]) -> None:
+def _warn_of_missing(table: Table, groups: list[list[SteppedParam]], plan: Mapping[SteppedParam, Any]) -> None:
     for group in groups:
         why = told_of_missing(
             ([param.name for param in one.params], one in plan)
@@ -88,7 +88,7 @@ def _warn_of_missing(groups: list[list[SteppedParam]], plan: Mapping[SteppedPara
             if one in plan or one.tensor.requires_grad
         )
         if why is not None:
-            warnings.warn(f"the optimizer's state {why}", stacklevel=5)
+            warn_user(f"the optimizer's state {why}", table.compared)
 
 
 def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:

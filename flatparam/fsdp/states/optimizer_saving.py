@@ -7,7 +7,6 @@ all-gather for each flat parameter and key, in an order that all ranks know from
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.tensors import refuse_freed
+from ...common.warned import warn_user
 from ..desync.checked_collectives import gather_objects, settle
 from ..desync.events import SetupCollective
 from ..errors import StateError
@@ -55,9 +55,9 @@ def unsharded_state(
         return {}
     for key, value in state.items():
         if key not in keyed:
-            warnings.warn(
+            warn_user(
                 f"the optimizer has state under {key!r}, which is of no parameter of the model: it is copied as it is",
-                stacklevel=4,
+                table.compared,
             )
             result["state"][key] = value
     if "param_groups" in given:

@@ -113,6 +113,11 @@ class Table:
         self._stepped = stepped_of(self.params)
         self.by_name = {name: param for param in self.params for name in param.names}
 
+    @property
+    def compared(self) -> list[Any]:
+        """The groups of the model's ranks; empty without units."""
+        return self.units[0].options.placement.compared if self.units else []
+
     def all_stepped(self) -> list[SteppedParam]:
         """Return all tensors that an optimizer of all parameters steps, in the same order on all ranks."""
         return list(self._stepped.values())

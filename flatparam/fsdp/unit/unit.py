@@ -7,7 +7,6 @@ this file checks and copies values. The wrapper's constructor builds a unit; a c
 import copy
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ... import _C
 from ...common.tensors import is_at, refuse_freed
+from ...common.warned import warn_user
 from ..desync.unit_ids import assign_copy
 from ..errors import StateError
 from ..names import FLAT_PARAM, listed
@@ -418,10 +418,9 @@ class Unit:
 def _warn_of_hooks(name: str, original: ParamInfo) -> None:
     """Warn that hooks of an original parameter will not run with ``use_orig_params=False``."""
     if original.param._backward_hooks or getattr(original.param, "_post_accumulate_grad_hooks", None):
-        warnings.warn(
+        warn_user(
             f"{name}: hooks of `{original.fqn}` are not called, as it becomes a part of a flat parameter: register "
-            "them on that when it is wrapped, or pass use_orig_params=True",
-            stacklevel=5,
+            "them on that when it is wrapped, or pass use_orig_params=True"
         )
 
 

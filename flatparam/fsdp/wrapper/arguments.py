@@ -5,8 +5,9 @@ The constructor calls these functions before it builds the unit, and ``warn_of_p
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ...common.torch_private import _init_utils
-from ...common.warned import is_first_rank, warn_user
+from ...common.warned import warn_user
 from ..api import ShardingStrategy
 from ..sharding.extensions import is_bytes
 from ..sharding.placement import Placement, groups_of, place
@@ -57,7 +58,7 @@ def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> Sh
     shards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if not shards or placement.given is None or placement.given.size() > 1:
         return strategy
-    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=4)
+    warn_user(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.")
     return ShardingStrategy.NO_SHARD
 
 
@@ -78,10 +79,9 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
         if isinstance(state, Wrapper):
             raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
         if state is module:
-            warnings.warn(
+            warn_user(
                 "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-                f"parameters being ignored: the unit of {type(module).__name__} manages none",
-                stacklevel=3,
+                f"parameters being ignored: the unit of {type(module).__name__} manages none"
             )
     modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
     return modules, {param for inner in modules for param in inner._parameters.values() if param is not None}
@@ -113,15 +113,19 @@ def first_name(unit: Unit) -> str:
     return f"parameter `{names[0]}`" if names else "no parameters"
 
 
+def planned(root: nn.Module, targets: Iterable[nn.Module]) -> str:
+    """The number and classes of the units of ``root`` and ``targets``, for messages."""
+    counts = collections.Counter(type(module).__name__ for module in [*targets, root])
+    return f"{counts.total()} units ({', '.join(f'{count} of {name}' for name, count in sorted(counts.items()))})"
+
+
 def warn_of_frozen(
     root: nn.Module, targets: set[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> None:
-    """Warn once, on rank 0, of units that will hold frozen and trained parameters in one flat parameter (LoRA).
+    """Warn of units that will hold frozen and trained parameters in one flat parameter (LoRA).
 
     Then frozen parameters have gradient memory and are reduced too.
     """
-    if not is_first_rank():
-        return
     of_module = dict.fromkeys([root, *targets])
     mixed, total, trained, example = 0, 0, 0, ""
     for unit in of_module:
@@ -148,10 +152,9 @@ def warn_of_padding(unit: Unit) -> None:
     held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
     if unit.options.atomic is not None and padded - held > max(held, 2**20):
         shards = unit.options.placement.shards
-        warnings.warn(
+        warn_user(
             f"{unit.name}: {1 - held / padded:.0%} of what is gathered and reduced is padding: with atomic= its {held} "
-            f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks",
-            stacklevel=3,
+            f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks"
         )
 
 

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from typing_extensions import Self
 
+from ...common.warned import warn_user
 from ..either import or_torchs
 from ..errors import WritebackError
 from ..names import without_units
@@ -67,10 +67,10 @@ class FullParams(Wrapper):
             if with_grads:
                 refuse_unreduced(found, "summon_full_params(with_grads=True)")
             if offload_to_cpu and not rank0_only:
-                warnings.warn(
+                warn_user(
                     "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank "
                     "in the memory of each host",
-                    stacklevel=3,
+                    found[0].options.placement.compared if found else (),
                 )
             return found
 

@@ -5,7 +5,6 @@ parameters memory and values, compares the unit with the other ranks, and builds
 """
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
 from ...common.switches import environment_is_on, fakes
 from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
+from ...common.warned import one_of_each, warn_user
 from ..api import ShardingStrategy
 from ..desync.checked_collectives import check_exchanges
 from ..desync.same_unit import Agreed, check_same_unit, telling
@@ -48,6 +48,7 @@ from .arguments import (
     first_name,
     ignored,
     placement_of,
+    planned,
     strategy_of_one_rank,
     warn_of_frozen,
     warn_of_padding,
@@ -133,16 +134,19 @@ class FullyShardedDataParallel(
         super().__init__()
         watch_torch(self)
         comparing = default_groups(process_group, device_mesh, placement)
-        with telling(comparing):
+        warning: list[Any] = []  # the groups whose first rank warns
+        with telling(comparing), one_of_each(warning) as collected:
             self._choose_placement(arguments, auto_wrap_policy is not None)
-            comparing[:] = self._placement.compared
+            comparing[:] = warning[:] = self._placement.compared
             check_types(module=module, **arguments)
             self._take_settings(module, arguments)
             ignored_modules_set, self._ignored_params = ignored(module, ignored_modules, ignored_states)
             self._check_gradients(offload_grads)
             refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
-                self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, arguments)
+                targets = self._targets(module, auto_wrap_policy, ignored_modules_set, arguments)
+                collected.plan = planned(module, targets)
+                self._wrap(module, targets)
             self._take_inner(module)
             self._device_id = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
@@ -156,6 +160,7 @@ class FullyShardedDataParallel(
                 self._placement.compared,
                 self._placement.param if self._placement.has_secondary_shard else None,
                 lambda: digests_of(originals) if check_values and not sync_module_states else {},
+                collected.plan,
             )
             comparing.clear()
             if device is not None:
@@ -198,11 +203,10 @@ class FullyShardedDataParallel(
             raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {prefetch!r}")
         check_layout_arguments(arguments["shard_alignment"], arguments["atomic"])
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
+            warn_user(
                 f"FSDP will not all-gather parameters for containers that do not implement forward: "
                 f"a {type(module).__name__} has none. Wrap the "
-                "modules in it, or the one that holds it",
-                stacklevel=3,
+                "modules in it, or the one that holds it"
             )
         self._backward_prefetch = prefetch
         self._forward_prefetch = arguments["forward_prefetch"]
@@ -271,7 +275,7 @@ class FullyShardedDataParallel(
         self._unit.mismatched = agreed.mismatched
         if agreed.mismatched:
             why = self._unit.why_mismatched()
-            warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=3)
+            warn_user(f"{why}. The first forward raises this, unless values are loaded")
         seal(self._unit, [self, *own], self._ignored_params)
         warn_of_padding(self._unit)
         self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
@@ -281,16 +285,16 @@ class FullyShardedDataParallel(
         self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
-    def _wrap_descendants(
+    def _targets(
         self,
         module: nn.Module,
         policy: Any,
         ignored_modules: set[nn.Module],
         arguments: dict[str, Any],
-    ) -> None:
-        """Wrap the descendants that ``policy`` selects, and modules of the classes that mixed precision ignores.
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """Map each descendant that becomes a unit to its constructor's arguments. Checks the policy.
 
-        All checks of the policy come before the first module is replaced.
+        They are those that ``policy`` selects, and modules of the classes that mixed precision ignores.
         """
         for path, inner in module.named_modules():
             if _is_unit(inner):
@@ -312,11 +316,13 @@ class FullyShardedDataParallel(
         if full_precision:
             names = _override_module_mixed_precision(module, full_precision)
             if names:
-                warnings.warn(
+                warn_user(
                     f"mixed precision is off for modules of {sorted(cls.__name__ for cls in names)}. "
-                    "These modules will be wrapped as separate FSDP units, which compute in full precision",
-                    stacklevel=4,
+                    "These modules will be wrapped as separate FSDP units, which compute in full precision"
                 )
+        return targets
+
+    def _wrap(self, module: nn.Module, targets: dict[nn.Module, dict[str, Any]]) -> None:
         replace_modules(
             module,
             targets,
@@ -324,7 +330,7 @@ class FullyShardedDataParallel(
                 target,
                 **{
                     **{key: value for key, value in kwargs.items() if key != "auto_wrap_policy"},
-                    "ignored_states": list(ignored_params & set(target.parameters())) or None,
+                    "ignored_states": list(self._ignored_params & set(target.parameters())) or None,
                 },
             ),
         )

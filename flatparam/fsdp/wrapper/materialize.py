@@ -4,7 +4,6 @@ The constructor calls ``materialize``, ``move`` and, with ``sync_module_states``
 works on the modules of one unit. This file knows no unit object and no layout.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ...common.tensors import same_storage
 from ...common.torch_private import FSDPExtensions
+from ...common.warned import warn_user
 from ..desync import checked_collectives
 from ..desync.events import SetupCollective
 from ..sharding.deferred import template_of
@@ -69,7 +69,7 @@ def device_of(device_id: int | str | torch.device | None) -> torch.device | None
         return torch.device(kind.type, device_id)
     device = torch.device(device_id)
     if device.index is None and device.type != "cpu":
-        warnings.warn(f"device_id={device} has no index: the current device of this kind is used", stacklevel=4)
+        warn_user(f"device_id={device} has no index: the current device of this kind is used")
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device
 

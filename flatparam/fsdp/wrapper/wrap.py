@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsModuleWrapPoli
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ...common.torch_private import _Policy
-from ...common.warned import is_first_rank, warn_user
+from ...common.warned import warn_user
 from ..names import join
 
 
@@ -30,7 +30,7 @@ def targets_of(
 
     ``policy``: one of torch's policy objects; a collection of classes; or a callable with the keywords ``module``,
     ``recurse`` and the number of elements without a unit (``nonwrapped_numel``, in torch 1.12 ``unwrapped_params``).
-    Warns on rank 0 if classes are given and no module has one of them. Raises: TypeError for another policy.
+    Warns if classes are given and no module has one of them. Raises: TypeError for another policy.
     """
     if isinstance(policy, set | frozenset | list | tuple):
         policy = ModuleWrapPolicy(policy)
@@ -47,7 +47,7 @@ def targets_of(
         raise TypeError(
             f"auto_wrap_policy must be a callable, one of torch's policies or a set of classes, got {policy!r}"
         )
-    if not targets and is_first_rank():
+    if not targets:
         _warn_of_none(root, policy)
     targets.pop(root, None)
     return targets

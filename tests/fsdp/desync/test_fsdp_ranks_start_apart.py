@@ -16,7 +16,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import assert_same, data, full_params, loss_of, make, wrap_blocks
+from fsdp_models import assert_same, data, first_rank_warns, full_params, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from safetensors.torch import save_file
 from torch import nn
@@ -32,7 +32,7 @@ APART = r"parameter `{}` of the unit of {}(?: at `.*`)? has other values on rank
 
 def apart(name, kind, **settings):
     """Building with a seed for each rank warns, and the first forward raises, on all ranks."""
-    with pytest.warns(UserWarning, match=APART.format(name, kind)):
+    with first_rank_warns(APART.format(name, kind)):
         model = wrap_blocks(make(dist.get_rank()), **settings)
     with pytest.raises(ValueError, match=APART.format(name, kind)):
         model(data(0))
@@ -69,7 +69,7 @@ def starting_apart_from_meta():
     torch.manual_seed(dist.get_rank())  # as where dropout is to differ
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match="`0.weight` of the unit of Sequential has other values"):
+    with first_rank_warns("`0.weight` of the unit of Sequential has other values"):
         model = FSDP(module)
     with pytest.raises(ValueError, match=r"state_dict: parameter `0.weight` .* has other values"):
         model.state_dict()
@@ -114,11 +114,11 @@ def starting_apart():
         param = list(module.parameters())[changed % 4]
         if dist.get_rank() == 1:
             param.data.view(-1)[changed % param.numel()] = -0.0
-        with pytest.warns(UserWarning, match="has other values on rank 1"):
+        with first_rank_warns("has other values on rank 1"):
             FSDP(module)
     strided = nn.Module()
     strided.weight = nn.Parameter((torch.arange(12.0) + dist.get_rank()).view(3, 4)[:, :2])
-    with pytest.warns(UserWarning, match="`weight` of the unit of Module has other values on rank 1"):
+    with first_rank_warns("`weight` of the unit of Module has other values on rank 1"):
         FSDP(strided)
 
 
@@ -166,7 +166,7 @@ def starting_apart_in_a_grid():
     for sick in range(4):
         module = make(1 if dist.get_rank() == sick else 0)
         mesh = init_device_mesh("cpu", (2, 2))
-        with pytest.warns(UserWarning, match=r"has other values on rank \d than on rank \d"):
+        with first_rank_warns(r"has other values on rank \d than on rank \d"):
             model = FSDP(module, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
         with pytest.raises(ValueError, match="has other values"):
             model(data(0))

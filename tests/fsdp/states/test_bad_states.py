@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import full_params, make, wrap_blocks
+from fsdp_models import first_rank_warns, full_params, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from test_torch_helpers import trained
 from torch import nn
@@ -89,7 +89,7 @@ def not_fitting(uo):
     refused(lambda: FSDP.rekey_optim_state_dict(mixed, OptimStateKeyType.PARAM_ID, make()), "names or numbers")
     named = {"state": {"nowhere": {}}}
     refused(lambda: FSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, make()), "nowhere")
-    with pytest.warns(UserWarning, match="'elsewhere'"):
+    with first_rank_warns("'elsewhere'"):
         more = FSDP.shard_full_optim_state_dict(
             {**full, "state": {**full["state"], "elsewhere": {"a": 1}}}, model, optim=optimizer
         )

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
+from fsdp_models import assert_same, data, first_rank_warns, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from test_optimizer_states import OPTIMIZERS, Odd, assert_states, equal, wrapped
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: F401  (half a second, once)
@@ -111,9 +111,7 @@ def forms(strategy, uo, mesh, more):
         note(f"{kind}")
         other = wrapped(make(cls=Odd, seed=8), strategy, uo, **settings, **more)
         other_optimizer = OPTIMIZERS["adam"]([p for p in other.parameters() if p.requires_grad])
-        quiet = (
-            pytest.warns(UserWarning, match="not sharded") if warns and kind is not FULL else contextlib.nullcontext()
-        )
+        quiet = first_rank_warns("not sharded") if warns and kind is not FULL else contextlib.nullcontext()
         with FSDP.state_dict_type(model, kind), quiet:
             state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
         with FSDP.state_dict_type(other, kind):

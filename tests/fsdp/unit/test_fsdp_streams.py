@@ -17,7 +17,7 @@ import pytest
 import simulated
 import torch
 import torch.distributed as dist
-from fsdp_models import data, loss_of, make, wrap_blocks
+from fsdp_models import data, first_rank_warns, loss_of, make, wrap_blocks
 from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
 from test_fsdp_device import assert_equal, groups_of, three_groups, whole
 from torch import nn
@@ -246,7 +246,7 @@ def one_without_a_network(library, what, reason):
         os.environ["GLOO_SOCKET_IFNAME"] = "nothing0"
     elif dist.get_rank() == 1:
         same_unit.gloo_beside = lambda *_: finds_none()
-    with pytest.warns(UserWarning, match=f"wait for the device .* {reason}.* GLOO_SOCKET_IFNAME"):
+    with first_rank_warns(f"wait for the device .* {reason}.* GLOO_SOCKET_IFNAME"):
         model = wrap_blocks(make(), process_group=group, device_id=sim, **strategy)
     assert_equal(train(model, sim, Turns([])), wanted, "without a network")
 

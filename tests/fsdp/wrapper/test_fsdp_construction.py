@@ -44,6 +44,7 @@ from fsdp_models import (
     assert_same,
     assert_same_grads,
     data,
+    first_rank_warns,
     full_grads,
     full_params,
     loss_of,
@@ -596,7 +597,7 @@ def batch_norm():
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     for policy in (ModuleWrapPolicy({nn.Linear}), always_wrap_policy):
         layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        with pytest.warns(UserWarning, match="BatchNorm"):
+        with first_rank_warns("BatchNorm"):
             model = FSDP(layers, auto_wrap_policy=policy, mixed_precision=low)
         seen = []
         norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d))

@@ -12,7 +12,18 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import SETTINGS, STRATEGIES, Averaged, Model, assert_same, data, loss_of, make, wrap_blocks
+from fsdp_models import (
+    SETTINGS,
+    STRATEGIES,
+    Averaged,
+    Model,
+    assert_same,
+    data,
+    first_rank_warns,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import note, run_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -132,7 +143,7 @@ def settings():
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for uo in (False, True):
         torch.manual_seed(0)
-        with pytest.warns(UserWarning, match="BatchNorm"):
+        with first_rank_warns("BatchNorm"):
             model = FSDP(
                 Odd(), auto_wrap_policy=ModuleWrapPolicy({type(make().blocks[0])}), mixed_precision=low, segments=True
             )
