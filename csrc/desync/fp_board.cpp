@@ -427,10 +427,13 @@ PyObject *
 as_dict(const std::map<int, std::string> &texts)
 {
     PyObject *dict = PyDict_New();
-    for (const auto &[rank, text] : texts) {
+    for (auto each = texts.begin(); dict != nullptr && each != texts.end(); ++each) {
+        const auto &[rank, text] = *each;
         PyObject *key = PyLong_FromLong(rank);
-        PyObject *value = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
-        if (dict != nullptr && (key == nullptr || value == nullptr || PyDict_SetItem(dict, key, value) < 0)) {
+        PyObject *value = key == nullptr
+                              ? nullptr
+                              : PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+        if (value == nullptr || PyDict_SetItem(dict, key, value) < 0) {
             Py_CLEAR(dict);
         }
         Py_XDECREF(key);

@@ -20,7 +20,8 @@ class_as_defined(fp_module_state *state, PyTypeObject *type, PyObject *own)
         PyObject *name = PyList_GET_ITEM(names, i);
         PyObject *value = PyObject_GetAttr((PyObject *)type, name);
         if (value != NULL) {
-            same = value == PyDict_GetItemWithError(own, name);
+            const PyObject *defined = PyDict_GetItemWithError(own, name);
+            same = defined == NULL && PyErr_Occurred() ? -1 : value == defined;
             Py_DECREF(value);
         }
         else {

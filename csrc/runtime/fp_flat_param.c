@@ -166,10 +166,7 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
         return 0;
     }
     const Py_ssize_t moved = fp_flat_param_find_moved(flat_param);
-    if (moved < 0) {
-        PyErr_Clear(); /* the check before the gather raises it */
-    }
-    return moved == flat_param->n;
+    return moved < 0 ? -1 : moved == flat_param->n;
 }
 
 PyObject *

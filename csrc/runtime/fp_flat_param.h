@@ -120,7 +120,7 @@ int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
 /* 1 if the gathered data can be used as it is. Each function asks for more than the one before:
  *   trains   views have a node if, and only if, an owner requires grad now
  *   counts   and versions has not changed since the gather
- *   is       and no view was written, and the modules have what they were given */
+ *   is       and no view was written, and the modules have what they were given; -1 with an exception of a module */
 int fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);

@@ -30,9 +30,11 @@ prefetch_forward(fp_unit *unit, int first)
         }
     }
     fp_unit *next = unit->next_forward;
-    return next == NULL || next->stale || !fp_fresh_may_gather_ahead(next) || fp_fresh_is_of_now(next)
-               ? 0
-               : fp_unshard_start(next);
+    if (next == NULL || next->stale || !fp_fresh_may_gather_ahead(next)) {
+        return 0;
+    }
+    const int fresh = fp_fresh_is_of_now(next);
+    return fresh != 0 ? (fresh < 0 ? -1 : 0) : fp_unshard_start(next);
 }
 
 /* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */

@@ -57,7 +57,7 @@ is_of_now_here(const fp_unit *unit)
 {
     const int is_ahead = unit->state == FP_UNIT_GATHERING && unit->gather_pass == unit->root->pass;
     int fresh = unit->accumulated_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
-    for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
+    for (Py_ssize_t k = 0; fresh > 0 && k < unit->n_flat_params; k++) {
         fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
     }
     return fresh;

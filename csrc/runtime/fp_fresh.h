@@ -6,7 +6,7 @@
 #include "runtime/fp_types.h"
 
 /* 1: the unit is gathered, or its gather is under way, and the data has the current values. In a backward every gathered unit
- * counts: backward needs the values of the forward. */
+ * counts: backward needs the values of the forward. -1: an exception in a module's own __getattr__. */
 int fp_fresh_is_of_now(const fp_unit *unit);
 /* 1: the data, or its gather, belongs to another capture of a CUDA graph: its memory cannot be used. */
 int fp_fresh_is_void(const fp_unit *unit);

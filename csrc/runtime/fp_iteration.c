@@ -178,6 +178,18 @@ keep_first(PyObject **first, int status)
     }
 }
 
+/* keep_first() for a wait that fails because its gather has failed, which nobody asks about any more: only an interruption
+ * counts. */
+static void
+keep_interruption(PyObject **first, int status)
+{
+    if (status < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+        status = 0;
+    }
+    keep_first(first, status);
+}
+
 /* The order matters. All units rest before any is freed: code of the user that runs meanwhile finds no pass. Device reads
  * end before memory is freed. All gathers are given up before the first one is waited for. The accumulated gradient is
  * dropped after a backward: some units have that backward's gradients in it, others have not. */
@@ -204,9 +216,7 @@ fp_iteration_recover(fp_root *root)
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         const fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-            if (fp_flat_buffer_give_up(unit->flat_params[k].flat) < 0) {
-                PyErr_Clear(); /* the gather has failed: there is nothing to wait for */
-            }
+            keep_interruption(&first, fp_flat_buffer_give_up(unit->flat_params[k].flat));
         }
     }
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
@@ -219,8 +229,8 @@ fp_iteration_recover(fp_root *root)
             if (in_backward) {
                 fp_flat_param_drop_accumulated(flat_param);
             }
-            if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
-                PyErr_Clear(); /* the gather has failed: there is nothing to wait for */
+            if (flat_param->has_secondary_shard) {
+                keep_interruption(&first, fp_flat_buffer_forget_values(flat_param->flat));
             }
         }
         keep_first(&first, fp_unshard_release(unit));

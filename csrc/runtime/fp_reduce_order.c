@@ -192,7 +192,7 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 {
     fp_root *root = unit->root;
     const int far = how_far(root, flat_param, took);
-    if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0 || far < 0 ||
+    if (far < 0 || fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0 ||
         (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }

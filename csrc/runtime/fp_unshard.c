@@ -317,6 +317,9 @@ int
 fp_unshard_make_full(fp_unit *unit)
 {
     const int fresh = fp_fresh_is_of_now(unit);
+    if (fresh < 0) {
+        return -1;
+    }
     const int is_ahead =
         fresh && unit->state == FP_UNIT_GATHERING && !unit->root->in_backward && !unit->has_secondary_shard;
     if ((is_ahead && unit->sharded && fp_fresh_check_ahead(unit) < 0) || (!fresh && fp_unshard_start(unit) < 0) ||
@@ -452,8 +455,9 @@ fp_unshard_take_requires_grad(fp_unit *unit)
 int
 fp_unshard_prefetch(fp_unit *target)
 {
-    return fp_fresh_is_of_now(target) || !fp_unit_awaits_backward(target) ||
+    const int fresh = fp_fresh_is_of_now(target);
+    return fresh != 0 || !fp_unit_awaits_backward(target) ||
                    fp_unit_is_recorded(target) /* nodes of a recorded graph would read it before it is gathered */
-               ? 0
+               ? (fresh < 0 ? -1 : 0)
                : fp_unshard_start(target);
 }

@@ -88,6 +88,19 @@ guarded(Result failure, Body &&body) noexcept
     return failure;
 }
 
+// body(), for a clean-up: without Python, so that a Python exception that is set stays. A C++ exception is dropped: the device
+// has failed, and its next user raises that.
+template <class Body>
+void
+unless_failed(Body &&body) noexcept
+{
+    try {
+        body();
+    }
+    catch (...) {
+    }
+}
+
 // Autograd nodes: held by c10::intrusive_ptr from torch 2.13 on, by std::shared_ptr with deleteNode before.
 using NodePtr = decltype(torch::autograd::Edge::function);
 

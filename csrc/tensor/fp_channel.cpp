@@ -106,6 +106,16 @@ sum_of(double factor)
     return sum;
 }
 
+// *out = object.name(), an int. -1 with an exception.
+int
+int_from(PyObject *object, const char *name, int *out)
+{
+    PyObject *result = PyObject_CallMethod(object, name, nullptr);
+    *out = result == nullptr ? -1 : static_cast<int>(PyLong_AsLong(result));
+    Py_XDECREF(result);
+    return *out == -1 && PyErr_Occurred() != nullptr ? -1 : 0;
+}
+
 // Whether FLATPARAM_REGISTERED=1 was set at the first call.
 bool
 wants_registered()
@@ -390,13 +400,7 @@ fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
 int
 fp_group_place(const fp_group *group, int *rank, int *size)
 {
-    PyObject *pair[2] = {PyObject_CallMethod(group->object, "rank", nullptr),
-                         PyObject_CallMethod(group->object, "size", nullptr)};
-    *rank = pair[0] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[0]));
-    *size = pair[1] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[1]));
-    Py_XDECREF(pair[0]);
-    Py_XDECREF(pair[1]);
-    return PyErr_Occurred() ? -1 : 0;
+    return fp::int_from(group->object, "rank", rank) < 0 || fp::int_from(group->object, "size", size) < 0 ? -1 : 0;
 }
 
 int

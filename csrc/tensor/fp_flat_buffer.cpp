@@ -139,9 +139,9 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
 void
 fp_flat_buffer_free(fp_flat_buffer *flat)
 {
-    if (flat != nullptr &&
-        (fp::guarded(-1, [&] { fp::wait_for_fill(*flat); }) < 0 || fp_flat_buffer_drop_reload(flat) < 0)) {
-        PyErr_Clear(); /* the device has failed: its next user raises that */
+    if (flat != nullptr) {
+        fp::unless_failed([&] { fp::wait_for_fill(*flat); });
+        fp::unless_failed([&] { fp::drop_reload(*flat); });
     }
     delete flat;
 }

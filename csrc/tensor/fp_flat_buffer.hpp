@@ -149,6 +149,9 @@ void change_version(fp_flat_buffer &flat, PyObject *const *views);
 // stream waits for the copy.
 void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
+// Drop the copy that reload() would use. The current stream waits for it, as it may use the memory next.
+void drop_reload(fp_flat_buffer &flat);
+
 // Tell the allocator that the current stream uses the accumulated gradient: see Home::share().
 void share_accumulated(fp_flat_buffer &flat);
 

@@ -323,18 +323,23 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
         else {
             finish();
         }
+        std::vector<at::Tensor> pieces(targets.size()); /* all sums are made before the first .grad changes */
         for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
             if (of->numels[i] < 0 || which[i] == 0) {
                 continue;
             }
-            at::Tensor piece = fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i));
-            at::Tensor &slot = targets[i].mutable_grad();
-            if (slot.defined()) {
-                TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
-                                  " to have shape ", piece.sizes(), ", got ", slot.sizes());
-                piece.add_(fp::strided(slot));
+            pieces[i] = fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i));
+            const at::Tensor &earlier = targets[i].unsafeGetTensorImpl()->grad();
+            if (earlier.defined()) {
+                TORCH_CHECK_VALUE(earlier.sizes() == pieces[i].sizes(), "expected the gradient of parameter ", i,
+                                  " to have shape ", pieces[i].sizes(), ", got ", earlier.sizes());
+                pieces[i].add_(fp::strided(earlier));
             }
-            slot = std::move(piece);
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (pieces[i].defined()) {
+                targets[i].mutable_grad() = std::move(pieces[i]);
+            }
         }
         for (const at::Tensor &target : hooked) {
             const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;

@@ -76,6 +76,15 @@ offload(fp_flat_buffer &flat, at::Tensor &accumulator)
     flat.host_valid = true;
 }
 
+void
+drop_reload(fp_flat_buffer &flat)
+{
+    if (flat.reload_buffer.defined()) {
+        block_on(flat.has_come, flat.reload_buffer.device());
+        flat.reload_buffer.reset();
+    }
+}
+
 } // namespace fp
 
 extern "C" {
@@ -92,12 +101,7 @@ fp_flat_buffer_start_reload(fp_flat_buffer *flat)
 int
 fp_flat_buffer_drop_reload(fp_flat_buffer *flat)
 {
-    return fp::guarded(-1, [&] {
-        if (flat->reload_buffer.defined()) {
-            fp::block_on(flat->has_come, flat->reload_buffer.device()); /* the current stream may use its memory next */
-            flat->reload_buffer.reset();
-        }
-    });
+    return fp::guarded(-1, [&] { fp::drop_reload(*flat); });
 }
 
 int

@@ -530,16 +530,12 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* legal in each state */
     if (accumulated_too) {
-        if (fp::guarded(-1, [&] { fp::share_accumulated(*flat); }) < 0) {
-            PyErr_Clear(); /* as at the end */
-        }
+        fp::unless_failed([&] { fp::share_accumulated(*flat); });
         flat->accumulated_grad.reset();
         flat->partial_reduce_output.reset();
         flat->host_valid = false;
     }
-    if (fp_flat_buffer_drop_reload(flat) < 0) {
-        PyErr_Clear(); /* the device has failed: its next user raises that */
-    }
+    fp::unless_failed([&] { fp::drop_reload(*flat); });
 }
 
 } // extern "C"

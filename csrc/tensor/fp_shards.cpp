@@ -25,7 +25,8 @@ const c10::DispatchKeySet after_marked(c10::DispatchKeySet::FULL_AFTER, marked);
 
 PyObject *explain = nullptr;
 
-// If tensor is marked and explain() has a text for it, throw that as RuntimeError.
+// If tensor is marked and explain() has a text for it, throw that as RuntimeError. An exception of explain() is thrown too:
+// without the answer the operation could compute with a shard in the place of a parameter.
 void
 refuse(const at::Tensor &tensor)
 {
@@ -38,10 +39,15 @@ refuse(const at::Tensor &tensor)
         PyObject *object = THPVariable_Wrap(tensor);
         PyObject *said = object == nullptr ? nullptr : PyObject_CallOneArg(explain, object);
         const char *bytes = said == nullptr || said == Py_None ? nullptr : PyUnicode_AsUTF8(said);
+        const bool failed = bytes == nullptr && said != Py_None;
         text = bytes == nullptr ? "" : bytes;
         Py_XDECREF(said);
         Py_XDECREF(object);
-        PyErr_Clear();
+        if (failed) {
+            python_error error;
+            error.persist();
+            throw error;
+        }
     }
     TORCH_CHECK(text.empty(), text);
 }
@@ -143,9 +149,13 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
         const at::Tensor shard = fp::alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         const c10::DispatchKeySet keys = marked ? shard.key_set().add(fp::marked) : shard.key_set();
+        const bool may_require_grad = torch::autograd::isDifferentiableType(shard.scalar_type());
+        std::vector<at::Tensor> pieces; /* all are made and checked before the first parameter changes */
         for (size_t i = 0; i < targets.size(); i++) {
             const int64_t numel = std::max<int64_t>(numels[i], 0);
             std::vector<int64_t> shape(views[i].shape), stride(views[i].stride);
+            TORCH_CHECK_TYPE(may_require_grad || !targets[i].requires_grad(), "parameter ", i,
+                             " requires grad, which data of type ", shard.scalar_type(), " cannot have");
             TORCH_CHECK_VALUE(starts[i] >= 0 && numel <= shard.numel() - starts[i], "piece ", i,
                               " is outside of the shard of ", shard.numel(), " elements");
             TORCH_CHECK_VALUE(marked || numels[i] < 0 || numel == views[i].numel, "expected all ", views[i].numel,
@@ -168,7 +178,12 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
                                                                   made->storage_offset());
                 piece = std::move(same);
             }
-            targets[i].set_data(piece);
+            TORCH_CHECK_TYPE(targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(piece.key_set()),
+                             "parameter ", i, " is a tensor of another kind than the shard: it cannot take its data");
+            pieces.push_back(std::move(piece));
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            targets[i].set_data(pieces[i]);
         }
     });
 }
