@@ -205,8 +205,8 @@ class _Loading:
                 raise CheckpointError("; ".join(parts))
         if base is not None and strict:
             self.base_sums = sums_of_samples(plan.base, self.rendezvous.rank)
-        if strict and plan.taken is None and values:
-            raise CheckpointError(f"the model has no module for `{min(values)}`")
+        if strict and plan.taken is None and values.keys() - plan.alike:
+            raise CheckpointError(f"the model has no module for `{min(values.keys() - plan.alike)}`")
         if self.optimizer is not None:
             self.named = Named(self.optimizer, held)
             of_optimizer = source.told_of_optimizer()

@@ -25,7 +25,7 @@ from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
-from .modules import Taken, take
+from .modules import Taken, as_they_are, take
 from .pieces import InHandle
 from .reading import Source, check_reads
 
@@ -37,7 +37,8 @@ class ModelPlan:
 
     ``names``: parameter or buffer that is written -> its names in the files, whose values must be equal. ``base``:
     parameter -> its name in the base: the checkpoint has no values. ``taken``: the outcome of the modules' own load.
-    ``rounded``: (name, dtype in the file, dtype here). ``into``: returns where a parameter's elements are read to.
+    ``alike``: names that modules wrote and none loads, and that the model has as the files do. ``rounded``: (name, dtype
+    in the file, dtype here). ``into``: returns where a parameter's elements are read to.
     """
 
     def __init__(self, module: nn.Module, into: Callable[[LocalParam], Tensor] = lambda held: held.flat):
@@ -48,6 +49,7 @@ class ModelPlan:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.base: dict[LocalParam, str] = {}
+        self.alike: set[str] = set()
         self.rounded: list[tuple[str, torch.dtype, torch.dtype]] = []
 
     def plan(
@@ -84,6 +86,9 @@ class ModelPlan:
         if taken is not None:
             self.missing, self.unexpected = taken.missing, taken.unexpected
             self.names |= {one: [] for one in taken.values}
+        left = {name: source.whole(name, chunks_of[name]) for name in about.get("given", ()) if name in self.unexpected}
+        self.alike = as_they_are(self.module, held, {**left, **(values if taken is None else {})}, strict)
+        self.unexpected = [name for name in self.unexpected if name not in self.alike]
         if base:
             check_names(base, self.base, known, strict)
 

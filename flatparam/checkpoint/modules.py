@@ -28,7 +28,7 @@ from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .reading import OfRank, Source
 from .shown import StandIns, shown
-from .values import decode
+from .values import decode, encode
 
 _OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # its hooks rename as bare_names does
 _EXTRA = "_extra_state"
@@ -138,6 +138,28 @@ def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
     metadata = getattr(state, "_metadata", {})
     found.metadata = {bare(path): told for path, told in metadata.items()}
     found.metadata = {path: told for path, told in found.metadata.items() if told != _PLAIN}
+    return found
+
+
+def as_they_are(module: nn.Module, held: list[LocalParam], values: Mapping[str, Any], strict: bool) -> set[str]:
+    """Return the names of those ``values`` of a file that the state dict of ``module`` has, and has alike.
+
+    ``values``: tensors and others that modules wrote when it was saved, and that no module loads. No collective call.
+    Raises: CheckpointError naming one that the state dict has otherwise, if ``strict``: the parameters beside it would
+    be loaded without it.
+    """
+    now = given_by(module, held) if values else None
+    here = {} if now is None else {**now.tensors, **now.values}
+    found = set()
+    for name in [name for name in values if name in here]:
+        tensors: dict[str, Tensor] = {}
+        if same(values[name], decode(encode(here[name], name, tensors), tensors)):
+            found.add(name)
+        elif strict:
+            raise CheckpointError(
+                f"`{name}`, which a module writes into its state dict, is another in the checkpoint, and the module "
+                "has no code that loads it: build the model as it was built when it was saved"
+            )
     return found
 
 

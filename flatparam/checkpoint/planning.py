@@ -150,7 +150,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     rest = (one for one in plan.held if not one.is_managed and one not in base)
     plan.alone.tensors = {names[one][0]: one.owner.detach() for one in rest if one.numel or given is not None}
     if given is not None:
-        _plan_given(plan, given, rank)
+        _plan_given(plan, given, base, rank)
     with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
         if named is not None:
             _plan_optimizer(plan, named, values, rank)
@@ -168,8 +168,13 @@ def _plan_base(plan: SavePlan, base: dict[LocalParam, str], rank: int) -> None:
     plan.told["base_sums"] = sums_of_samples(base, rank)
 
 
-def _plan_given(plan: SavePlan, given: Given, rank: int) -> None:
-    """Add the entries of the modules' own code: tensors to the model's files, other values to the index."""
+def _plan_given(plan: SavePlan, given: Given, base: dict[LocalParam, str], rank: int) -> None:
+    """Add the entries of the modules' own code: tensors to the model's files, other values to the index.
+
+    Tensors that belong to a parameter in ``base``, as the scales of 4-bit weights do, are left out with it.
+    """
+    of_base = tuple(f"{name}." for one in base for name in given.names[one])
+    given.tensors = {name: tensor for name, tensor in given.tensors.items() if not name.startswith(of_base)}
     plan.alone.tensors |= given.tensors
     for name, value in given.values.items():
         plan.alone.modules[name] = encode(value, name, plan.alone.of_modules)

@@ -26,6 +26,7 @@ _SAME = {"detach", "detach_", "clone", "cpu", "contiguous", "requires_grad_"}
 # Methods and attributes that need no values
 _ASKED = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size"}
 _ASKED |= {"__len__", "is_contiguous", "storage_offset", "__repr__"}
+_MOVED = {"to", "cpu", "contiguous"}
 _FIELDS = {"shape", "dtype", "layout", "ndim", "requires_grad", "is_sparse", "is_quantized", "is_leaf", "is_nested"}
 _FIELDS |= {"itemsize", "nbytes", "grad_fn", "grad", "_version"}
 _OF_DEVICE = {"device", "is_meta", "is_cuda", "is_cpu"}
@@ -45,6 +46,7 @@ class StandIns(TorchFunctionMode):
         self.copied: dict[LocalParam, list[Tensor]] = {}
         self._of_model: dict[int, tuple[Tensor, LocalParam]] = {}
         self._in_file: dict[int, tuple[Tensor, str]] = {}
+        self._storages: dict[int, str] = {}  # of these
         self._whole: dict[int, tuple[Tensor, LocalParam]] = {}
 
     def held_of(self, value: Any) -> LocalParam | None:
@@ -52,15 +54,23 @@ class StandIns(TorchFunctionMode):
         return self._of_model.get(id(value), (None, None))[1]
 
     def name_of(self, value: Any) -> str | None:
-        """Return the name of the file's tensor whose stand-in ``value`` is; None: it is no such stand-in."""
-        return self._in_file.get(id(value), (None, None))[1]
+        """Return the name of the file's tensor whose stand-in ``value`` is; None: it is no such stand-in.
+
+        A Parameter that was made of a stand-in is one too: it has the stand-in's storage.
+        """
+        if id(value) in self._in_file:
+            return self._in_file[id(value)][1]
+        return self._storages.get(value.untyped_storage()._cdata) if _is_made(value) else None
 
     def of_held(self, held: LocalParam) -> nn.Parameter:
         """Make a stand-in of a parameter, with the attributes of the parameter object."""
         param = held.original.param if isinstance(held, UnitParam) else held.owner
         empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
         made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
-        made.__dict__.update(vars(param))
+        if held.shard_slice is not None and held.original.kept is not None:
+            made.__dict__ = held.original.kept.attributes  # those of its class, such as the scales of 4-bit weights
+        else:
+            made.__dict__.update(vars(param))
         self._of_model[id(made)] = made, held
         return made
 
@@ -68,6 +78,7 @@ class StandIns(TorchFunctionMode):
         """Make a stand-in of a tensor of the file."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._in_file[id(made)] = made, name
+        self._storages[made.untyped_storage()._cdata] = name
         return made
 
     def watch(self, held: LocalParam) -> None:
@@ -94,9 +105,11 @@ class StandIns(TorchFunctionMode):
         field = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
         if field in _FIELDS or name in _ASKED:
             return func(*args, **kwargs)
+        if name in ("__eq__", "__ne__") and second is None:  # `None in [weight]`: no value is looked at
+            return NotImplemented
         held = self.held_of(first)
         if name == "copy_" and (held is not None or (id(first) in self._whole and self.name_of(second) is not None)):
-            self._note(held or self._whole[id(first)][1], second)
+            self.note(held or self._whole[id(first)][1], second)
             return first
         if held is not None:
             if (
@@ -107,6 +120,10 @@ class StandIns(TorchFunctionMode):
                 return first
             if field in _OF_DEVICE:
                 return False if field == "is_meta" else getattr(held.owner, field)
+        elif _is_made(first) and self.name_of(first) is not None:
+            sets = getattr(func, "__name__", "") == "__set__" and self.name_of(second) == self.name_of(first)
+            if sets or field == "data" or (name in _MOVED and not _converts(first, (*args[1:], *kwargs.values()))):
+                return None if sets else first
         elif field in _OF_DEVICE and self.name_of(first) is not None:
             return getattr(torch.empty(0, device="cpu"), field)
         for value in find_tensors((args, kwargs)):
@@ -118,12 +135,18 @@ class StandIns(TorchFunctionMode):
                 )
         return func(*_mapped(args, self.values), **_mapped(kwargs, self.values))
 
-    def _note(self, held: LocalParam, source: Any) -> None:
+    def note(self, held: LocalParam, source: Any) -> None:
+        """Record that ``source`` is copied into ``held``. Raises: CheckpointError if it is no value of the file."""
         if not isinstance(source, Tensor) or self.held_of(source) is not None:
             raise CheckpointError(f"`{held.name}` is loaded from what is in no file: {type(source).__name__}")
         if tuple(source.shape) != held.shape:
             raise CheckpointError(f"`{held.name}` has shape {held.shape}, and is loaded from {tuple(source.shape)}")
         self.copied.setdefault(held, []).append(source)
+
+
+def _is_made(value: Any) -> bool:
+    """Whether ``value`` may be a Parameter that a module has made of a stand-in of the file."""
+    return type(value) is nn.Parameter and value.is_meta
 
 
 def _converts(value: Tensor, arguments: Iterable[Any]) -> bool:
@@ -144,8 +167,8 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) -> Iterator[None]:
     """For the block, replace the parameters of ``held`` in ``module`` with stand-ins, and remove flat parameters.
 
-    At its end, also after an exception, the modules have their parameters again. Raises: CheckpointError naming a
-    parameter that a module has replaced in the block.
+    At its end, also after an exception, the modules have their parameters again. A parameter that a module has replaced
+    by a stand-in of the file counts as copied from it. Raises: CheckpointError naming one that was replaced otherwise.
     """
     places = _places(module, list(held), stand_ins)
     before = [(inner, dict(inner._parameters), _hidden(inner, new)) for inner, new in places]
@@ -160,8 +183,10 @@ def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) ->
         yield
         for inner, new in places:
             for name, param in new.items():
-                if inner._parameters.get(name) is not param or name in inner.__dict__:
-                    one = stand_ins.held_of(param)
+                now, one = inner._parameters.get(name), stand_ins.held_of(param)
+                if one is not None and _is_made(now) and stand_ins.name_of(now) is not None:
+                    stand_ins.note(one, now)
+                elif now is not param or name in inner.__dict__:
                     raise CheckpointError(
                         f"`{one.name if one else name}`: {type(inner).__name__} replaces this parameter while a state "
                         "dict is saved or loaded, which cannot be kept: copy into it instead"

@@ -557,3 +557,71 @@ def test_what_no_module_takes(tmp_path):
     found = checkpoint.load(tmp_path / "one", other, strict=False)
     assert "metric.total" in found.unexpected
     assert torch.equal(other["net"].weight, one["net"].weight)
+
+
+class Scaled(nn.Module):
+    """In the manner of bitsandbytes: the weight's class has a scale, which is written and read by nobody."""
+
+    def __init__(self, seed):
+        super().__init__()
+        values = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        data = (values / values.abs().max() * 127).to(torch.int8)
+        self.weight = torch.Tensor._make_subclass(type("Packed", (nn.Parameter,), {}), data, False)
+        self.weight.scale = values.abs().max() / 127
+        self.up = nn.Linear(6, 1)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.scale"] = self.weight.scale
+
+    def forward(self, x):
+        return self.up(x @ (self.weight.as_subclass(torch.Tensor).float() * self.weight.scale).t())
+
+
+class Replacing(nn.Module):
+    """In the manner of HQQ: it asks whether it has a weight, and makes a new one of what the file has."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(4, 4).mul(9).to(torch.int8), requires_grad=False)
+        self.meta = {"scale": torch.rand(())}
+        self.up = nn.Linear(4, 1)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        assert None not in [self.weight, self.meta]
+        destination |= {prefix + "weight": self.weight, prefix + "scale": self.meta["scale"]}
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.weight = nn.Parameter(state_dict.pop(prefix + "weight"), requires_grad=False)
+        self.weight.data = self.weight.data.to("cpu").contiguous()
+        self.weight = nn.Parameter(self.weight, requires_grad=False)
+        self.meta = {"scale": state_dict.pop(prefix + "scale")}
+
+    def forward(self, x):
+        return self.up(x @ (self.weight.float() * self.meta["scale"]).t())
+
+
+def of_quantized_layers(folder):
+    x = torch.ones(2, 4)
+    for cls, uses in ((Scaled, False), (Scaled, True), (Replacing, False), (Replacing, True)):
+        note(f"{cls.__name__} {uses}")
+        model, other, again = (FSDP(cls(seed), use_orig_params=uses) for seed in (0, 1, 0))
+        path = f"{folder}/{cls.__name__} {uses}"
+        checkpoint.save(path, model)
+        if cls is Scaled:
+            with pytest.raises(CheckpointError, match=r"`weight.scale`, which .* is another in the checkpoint"):
+                checkpoint.load(path, other)
+            assert checkpoint.load(path, other, strict=False).unexpected == ["weight.scale"]
+            with torch.no_grad():
+                other(x)  # with the bytes of the one and the scale of the other
+            other = again
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        checkpoint.load(path, other)
+        assert torch.equal(model(x), other(x))
+
+
+def test_quantized_layers_whose_scales_nobody_loads_and_whose_weights_are_replaced(tmp_path):
+    run_ranks(of_quantized_layers, 2, str(tmp_path))
