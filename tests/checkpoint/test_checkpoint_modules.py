@@ -3,6 +3,8 @@
 Promises:
 - what modules write into state dicts by overrides and hooks, names that hooks change, buffers of a new size: as
   `load_state_dict(state_dict())` keeps them, on any ranks; else refused by name
+- weights that a load makes anew, and scales that a weight's class keeps and nobody loads, as those of quantized layers:
+  `test_quantized_layers_whose_scales_nobody_loads_and_whose_weights_are_replaced`
 """
 
 import copy
