@@ -60,7 +60,7 @@ def test_a_group_that_cannot_tell_its_rank_is_asked_for_no_more():
     group.rank.side_effect = OSError("no rank")
     pieces = ((0, 4, False),)
     changes = {"shards": 2, "shard_group": (group, None, None), "stays_full": True, "pieces": pieces, "shard_numel": 4}
-    part = part_of(nn.Linear(3, 2), master=nn.Parameter(torch.arange(4.0)), **changes)
+    part = part_of(nn.Linear(3, 2), shard=nn.Parameter(torch.arange(4.0)), **changes)
     unit = step_of(part)
     unit.join(run_of())
     with pytest.raises(OSError, match="no rank"):
