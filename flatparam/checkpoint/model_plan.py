@@ -37,8 +37,8 @@ class ModelPlan:
 
     ``names``: parameter or buffer that is written -> its names in the files, whose values must be equal. ``base``:
     parameter -> its name in the base: the checkpoint has no values. ``taken``: the outcome of the modules' own load.
-    ``alike``: names that modules wrote and none loads, and that the model has as the files do. ``rounded``: (name, dtype
-    in the file, dtype here). ``into``: returns where a parameter's elements are read to.
+    ``alike``: names that modules wrote and none loads, and that the model has as the files do.
+    ``rounded``: (name, dtype in the file, dtype here). ``into``: returns where a parameter's elements are read to.
     """
 
     def __init__(self, module: nn.Module, into: Callable[[LocalParam], Tensor] = lambda held: held.flat):

@@ -67,7 +67,7 @@ class StandIns(TorchFunctionMode):
         param = held.original.param if isinstance(held, UnitParam) else held.owner
         empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
         made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
-        if held.shard_slice is not None and held.original.kept is not None:
+        if isinstance(held, UnitParam) and held.original.kept is not None:
             made.__dict__ = held.original.kept.attributes  # those of its class, such as the scales of 4-bit weights
         else:
             made.__dict__.update(vars(param))
