@@ -208,10 +208,6 @@ static PyGetSetDef root_getset[] = {
 
 static PyMemberDef root_members[] = {
     {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
-    {"gathers", Py_T_LONGLONG, offsetof(fp_root, gathers), Py_READONLY, "Gathers of sharded units so far."},
-    {"refreshes", Py_T_LONGLONG, offsetof(fp_root, refreshes), Py_READONLY,
-     "Gathers from the shards so far, of units with a secondary shard."},
-    {"reductions", Py_T_LONGLONG, offsetof(fp_root, reductions), Py_READONLY, "Reductions of gradients so far."},
     {NULL, 0, 0, 0, NULL},
 };
 

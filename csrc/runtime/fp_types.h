@@ -96,7 +96,7 @@ typedef struct {
     int64_t pass; /* passes begun; incremented before the first collective of a pass */
     /* Grows with each step, outside of a backward, of an optimizer that holds parameters of the units. Alike on all ranks. */
     int64_t optimizer_steps;
-    /* For tests and plans: gathers of sharded units; gathers of secondary shards from the shards, one a unit; reductions, one a
+    /* For tests alone: gathers of sharded units; gathers of secondary shards from the shards, one a unit; reductions, one a
      * flat parameter. */
     int64_t gathers, refreshes, reductions;
 } fp_root;

@@ -490,10 +490,6 @@ static PyMethodDef unit_methods[] = {
      "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: replace the accumulated gradients. "
      "accumulated: a tensor for each flat parameter, as accumulated() gives it, or None. frozen_share: for each flat "
      "parameter a tuple of bools, whether a parameter is frozen and has a part in it. .grad does not show them."},
-    {"accumulated_bytes", FP_METHOD(fp_unit_accumulated_bytes), METH_NOARGS,
-     "accumulated_bytes($self, /)\n--\n\nThe bytes of accumulated gradients: (on the device, in host memory)."},
-    {"secondary_shards", FP_METHOD(fp_unit_copies), METH_NOARGS,
-     "secondary_shards($self, /)\n--\n\nThis rank's secondary shard of each flat parameter, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,13 +1,12 @@
-/* runtime/fp_unit_accumulated.c -- accumulated gradients and secondary shards for Python; see fp_unit_accumulated.h. */
+/* runtime/fp_unit_accumulated.c -- accumulated gradients for Python; see fp_unit_accumulated.h. */
 #include "runtime/fp_unit_accumulated.h"
 
-/* New list of the results of read() for each flat parameter. */
-static PyObject *
-list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
+PyObject *
+fp_unit_accumulated(const fp_unit *unit, PyObject *ignored)
 {
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *item = read(unit->flat_params[k].flat);
+        PyObject *item = fp_flat_buffer_accumulated_grad(unit->flat_params[k].flat);
         if (item == NULL) {
             Py_CLEAR(list);
         }
@@ -16,12 +15,6 @@ list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
         }
     }
     return list;
-}
-
-PyObject *
-fp_unit_accumulated(const fp_unit *unit, PyObject *ignored)
-{
-    return list_of(unit, fp_flat_buffer_accumulated_grad);
 }
 
 PyObject *
@@ -88,23 +81,4 @@ fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     Py_XDECREF(accumulated);
     Py_XDECREF(frozen_share);
     return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-PyObject *
-fp_unit_accumulated_bytes(const fp_unit *unit, PyObject *ignored)
-{
-    int64_t device = 0, host = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        int64_t on_device, on_host;
-        fp_flat_buffer_accumulated_bytes(unit->flat_params[k].flat, &on_device, &on_host);
-        device += on_device;
-        host += on_host;
-    }
-    return Py_BuildValue("LL", (long long)device, (long long)host);
-}
-
-PyObject *
-fp_unit_copies(const fp_unit *unit, PyObject *ignored)
-{
-    return list_of(unit, fp_flat_buffer_secondary_shard);
 }

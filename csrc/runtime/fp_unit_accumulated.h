@@ -1,5 +1,4 @@
-/* runtime/fp_unit_accumulated.h -- methods of _C.Unit for what a unit keeps between passes: its accumulated gradients and
- * its secondary shards. Each works on a list with one item a flat parameter; None: nothing is kept. The docstrings are in
+/* runtime/fp_unit_accumulated.h -- methods of _C.Unit for the accumulated gradients of a unit. Each works on a list with one item a flat parameter; None: nothing is kept. The docstrings are in
  * fp_unit.c. */
 #pragma once
 
@@ -9,5 +8,3 @@ PyObject *fp_unit_accumulated(const fp_unit *unit, PyObject *ignored);
 PyObject *fp_unit_show_accumulated(fp_unit *unit, PyObject *shown);
 PyObject *fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args,
                                   Py_ssize_t nargs); /* accumulated, frozen_share */
-PyObject *fp_unit_accumulated_bytes(const fp_unit *unit, PyObject *ignored);
-PyObject *fp_unit_copies(const fp_unit *unit, PyObject *ignored); /* the secondary shards */

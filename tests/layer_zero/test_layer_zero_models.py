@@ -27,13 +27,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, Model, data, full_grads, full_params, have_memory, loss_of, make, wrap_blocks
+from fsdp_models import Block, Model, counts_of, data, full_grads, full_params, have_memory, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from layer_zero_ranks import MODES, counted, group_of, layer_zero, micro_batches, pair, rows, run_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.c_testing import _C_testing
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, Placement, ShardingStrategy
 from flatparam.fsdp import OrderError
@@ -120,7 +121,7 @@ def uneven():
         for step, (skip, used_by) in enumerate([(False, range(4)), (True, (0, 2)), (False, ()), (False, (1,))]):
             model.module.skip = skip
             model.module.use_extra = rank in used_by
-            before = run_of(model).reductions if run_of(model) else 0
+            before = counts_of(model).reductions
             hold_back(model, data(step))
             model.module.skip = module.skip = True
             loss_of(model, data(10 + step)).backward()
@@ -133,7 +134,7 @@ def uneven():
                 return total + loss_of(module, data(10 + step, rank))
 
             close(model, mean_grads(module, losses), what)
-            reductions.append(run_of(model).reductions - before)
+            reductions.append(counts_of(model).reductions - before)
             model.zero_grad()
         counts = [None] * 4
         dist.all_gather_object(counts, reductions)
@@ -187,11 +188,11 @@ def interleaved():
             for step in range(2):
                 model.zero_grad()
                 hold_back(model, data(step))
-                before = run_of(model).gathers
+                before = counts_of(model).gathers
                 loss_of(model, data(10 + step)).backward()
                 wanted = mean_grads(module, functools.partial(total_loss, module, (step, 10 + step)))
                 close(model, wanted, f"around={around} {impl}")
-            assert run_of(model).gathers - before == 1 + 2 * 3
+            assert counts_of(model).gathers - before == 1 + 2 * 3
 
 
 def empty_units():
@@ -275,10 +276,10 @@ def exceptions():
         # one rank alone does not see what the others have: all gather anew
         if dist.get_rank() == 1:
             run_of(failed).recover()
-        before = run_of(failed).refreshes
+        before = counts_of(failed).refreshes
         with torch.no_grad():
             assert torch.equal(failed(data(0)), good(data(0)))
-        assert run_of(failed).refreshes - before == 4
+        assert counts_of(failed).refreshes - before == 4
 
 
 def objects():
@@ -391,7 +392,7 @@ def refreshes():
             assert sorted(size for _, _, size, _ in refreshed) == sorted(2 * 4 * numel for numel in shards)
             assert not any(group == "wide" for _, group, _, _ in log)
         for unit in FSDP.fsdp_modules(model):
-            [copy], [flat_param] = unit._unit.core.secondary_shards(), unit._unit.flat_params
+            [copy], [flat_param] = _C_testing.secondary_shards(unit._unit.core), unit._unit.flat_params
             whole = flat_param.gather(flat_param.flat.detach())
             inner = flat_param.placement.param_rank
             assert torch.equal(copy, whole[inner * copy.numel() : (inner + 1) * copy.numel()])
@@ -415,7 +416,7 @@ def degenerate(mode, inner, uo, low):
     assert logs[0] == logs[1]
     assert {group for _, group, _, _ in logs[0]} == {"wide"}
     for unit in FSDP.fsdp_modules(model):
-        assert unit._unit.core.secondary_shards() == [None]
+        assert _C_testing.secondary_shards(unit._unit.core) == [None]
         assert all(have_memory(unit._unit.core)) == (inner == 1)
 
 
@@ -585,7 +586,7 @@ def test_one_rank_communicates_nothing():
         for mode in MODES:
             model = layer_zero(1, mode)
             train(model)
-            assert run_of(model).gathers == 0
+            assert counts_of(model).gathers == 0
             assert model.placement == Placement(reshard_after_forward=True, full_precision=True)
 
 

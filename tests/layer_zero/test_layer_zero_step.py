@@ -21,11 +21,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import assert_same, assert_same_grads, data, full_params, have_memory, loss_of, make
+from fsdp_models import assert_same, assert_same_grads, counts_of, data, full_params, have_memory, loss_of, make
 from gloo import note, run_ranks
-from layer_zero_ranks import MODES, Reference, counted, layer_zero, micro_batches, run_of
+from layer_zero_ranks import MODES, Reference, counted, layer_zero, micro_batches
 from torch import nn
 
+from benchmarks.c_testing import _C_testing
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision
 
@@ -48,7 +49,7 @@ def pieces_of(model):
     """The copies and kept gradients of all units, and who is full."""
     steps = [unit._unit.core for unit in FSDP.fsdp_modules(model)]
     return (
-        [step.secondary_shards()[0] for step in steps],
+        [_C_testing.secondary_shards(step)[0] for step in steps],
         [step.accumulated()[0] for step in steps],
         [all(have_memory(step)) for step in steps],
     )
@@ -103,12 +104,12 @@ def collectives(mode, uo):
         assert found == expected_bytes(mode, numels, count, 4, 2), (mode, count)
         # evaluation, before and between, gathers over the wide group once
         optim.step()
-        before = run_of(model).refreshes
+        before = counts_of(model).refreshes
         for _ in range(3):
             with torch.no_grad():
                 model(data(0))
             hold_back(model)
-        assert run_of(model).refreshes - before == len(numels)
+        assert counts_of(model).refreshes - before == len(numels)
 
 
 def hold_back(model):
@@ -215,7 +216,7 @@ def layout(mode, _uo):
     assert_same(model, Three())
     with torch.no_grad():
         model(torch.ones(1))
-    [copy] = model._unit.core.secondary_shards()
+    [copy] = _C_testing.secondary_shards(model._unit.core)
     first = 10 * (dist.get_rank() % 2)
     whole = torch.full((20,), -1.0)
     for offset, param in zip(flat_param.layout.offsets, Three().parameters(), strict=True):
@@ -378,14 +379,14 @@ def freshness():
             if moment == "accumulating":
                 hold_back(model)
                 model.zero_grad()
-            before = run_of(model).refreshes
+            before = counts_of(model).refreshes
             write(model, module)
             for _ in range(2):
                 with torch.no_grad():
                     assert torch.equal(model(x), module(x)), write.__name__
             loss = loss_of(model, x)
             assert torch.equal(loss, loss_of(module, x))
-            assert run_of(model).refreshes - before == (0 if write is nothing else 4), write.__name__
+            assert counts_of(model).refreshes - before == (0 if write is nothing else 4), write.__name__
             with model.no_sync():
                 loss.backward()
             model.zero_grad()
@@ -402,15 +403,14 @@ def explicit_sync():
     for mode in MODES:
         model = layer_zero(2, mode)
         model.sync_params()
-        run = run_of(model)
-        assert run.refreshes == 4
+        assert counts_of(model).refreshes == 4
         model.sync_params()
         with torch.no_grad():
             model(data(0))
-        assert run.refreshes == 4
+        assert counts_of(model).refreshes == 4
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.sync_params()
-        assert run.refreshes == 8
+        assert counts_of(model).refreshes == 8
         with pytest.raises(RuntimeError, match="root"):
             model.blocks[0].sync_params()
 
@@ -438,18 +438,20 @@ def offloading():
                     for k in range(count - 1):
                         with model.no_sync():
                             loss_of(model, data(step + k)).backward()
-                        held = [unit._unit.core.accumulated_bytes() for unit in FSDP.fsdp_modules(model)]
+                        held = [_C_testing.accumulated_bytes(unit._unit.core) for unit in FSDP.fsdp_modules(model)]
                         numels = [4 * numel // share for numel in sizes(model)]
                         offloads = model is models[1]
                         assert held == [(0, numel) if offloads else (numel, 0) for numel in numels]
                     loss_of(model, data(step)).backward()
-                    assert all(unit._unit.core.accumulated_bytes()[0] == 0 for unit in FSDP.fsdp_modules(model))
+                    assert all(
+                        _C_testing.accumulated_bytes(unit._unit.core)[0] == 0 for unit in FSDP.fsdp_modules(model)
+                    )
                 for optim in optims:
                     optim.step()
                     optim.zero_grad(set_to_none=to_none)
                 wanted = full_params(models[0])
                 assert all(torch.equal(value, wanted[name]) for name, value in full_params(models[1]).items())
-        assert all(step.accumulated_bytes()[1] > 0 for step in steps)
+        assert all(_C_testing.accumulated_bytes(step)[1] > 0 for step in steps)
     with pytest.raises(
         ValueError, match=r"FULL_SHARD does not offload gradients: offload_grads=True is for LAYER_ZERO"
     ):
@@ -493,7 +495,7 @@ def offloaded_memory():
         seen = {}
 
         def sample(i, units=units, seen=seen):
-            seen[i] = [step.accumulated_bytes()[0] for step in units]
+            seen[i] = [_C_testing.accumulated_bytes(step)[0] for step in units]
 
         for i, block in enumerate(model.blocks):
             block.module.sample = functools.partial(sample, i)
@@ -512,7 +514,7 @@ def offloaded_memory():
                     held,
                 )  # the root is the first
                 assert sum(size > 0 for size in held) <= most, (i, held)
-            assert all(step.accumulated_bytes()[0] == 0 for step in units)
+            assert all(_C_testing.accumulated_bytes(step)[0] == 0 for step in units)
         model.zero_grad()
 
 

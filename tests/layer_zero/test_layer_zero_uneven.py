@@ -19,9 +19,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, data, full_grads, full_params, loss_of, make
+from fsdp_models import Block, counts_of, data, full_grads, full_params, loss_of, make
 from gloo import note, run_ranks
-from layer_zero_ranks import MODES, layer_zero, run_of
+from layer_zero_ranks import MODES, layer_zero
 from torch import nn
 
 from flatparam import BackwardPrefetch, MixedPrecision
@@ -146,7 +146,7 @@ def without_gradients():
                 with torch.no_grad():
                     use(model, ALL)
                     model(data(0))  # gathers from the shards all that has changed
-            before = run_of(model).reductions if run_of(model) else 0
+            before = counts_of(model).reductions
             for step in reversed(range(count)):
                 use(model, ways(dist.get_rank(), step))
                 if step > 0:
@@ -155,7 +155,7 @@ def without_gradients():
                 else:
                     loss_of(model, data(step)).backward()
             if not name.startswith("skipped"):
-                same_everywhere(run_of(model).reductions - before)
+                same_everywhere(counts_of(model).reductions - before)
             check(model, module, oracle(module, range(count), ways), f"{mode} {inner} {uo} {name} {count}")
             model.zero_grad()
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 import flatparam
+from benchmarks.c_testing import _C_testing
 from flatparam import _C
 from flatparam import FullyShardedDataParallel as FSDP
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 SETTINGS = tuple(itertools.product(STRATEGIES, (False, True)))  # (strategy, use_orig_params)
 every_setting = pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
+
+
+def counts_of(model):
+    """How often units of ``model`` were gathered, secondary shards refreshed and gradients reduced so far."""
+    root = model._unit.core.root
+    return SimpleNamespace(**({"reductions": 0} if root is None else _C_testing.counts(root)))
 
 
 def have_memory(step):

@@ -19,4 +19,9 @@ PyObject *fp_py_use_kernels(PyObject *module, PyObject *address);
 PyObject *fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_is_relaxed(PyObject *module, PyObject *ignored);
 
+/* fp_units_py.c */
+PyObject *fp_py_counts(PyObject *module, PyObject *root);
+PyObject *fp_py_accumulated_bytes(PyObject *module, PyObject *unit);
+PyObject *fp_py_secondary_shards(PyObject *module, PyObject *unit);
+
 #endif

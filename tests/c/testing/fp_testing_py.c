@@ -348,6 +348,12 @@ static PyMethodDef testing_methods[] = {
     {"host_kernels", FP_METHOD(fp_py_host_kernels), METH_FASTCALL,
      "host_kernels(used, too_old=False, /)\n--\n\nHave the simulated device use these kernels, or none, or say that it "
      "is too old for them; return how often each was called."},
+    {"counts", fp_py_counts, METH_O,
+     "counts(root, /)\n--\n\nHow often units were gathered, secondary shards refreshed, gradients reduced: a dict."},
+    {"accumulated_bytes", fp_py_accumulated_bytes, METH_O,
+     "accumulated_bytes(unit, /)\n--\n\nThe bytes of accumulated gradients: (on the device, in host memory)."},
+    {"secondary_shards", fp_py_secondary_shards, METH_O,
+     "secondary_shards(unit, /)\n--\n\nThis rank's secondary shard of each flat parameter, or None."},
     {"simd_levels", FP_METHOD(fp_py_simd_levels), METH_FASTCALL,
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
     {"simd_level", FP_METHOD(fp_py_simd_level), METH_FASTCALL,

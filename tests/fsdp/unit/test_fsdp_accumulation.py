@@ -20,6 +20,7 @@ from fsdp_models import (
     Averaged,
     assert_same,
     assert_same_grads,
+    counts_of,
     data,
     full_grads,
     full_params,
@@ -313,8 +314,7 @@ def test_an_inner_block_does_not_end_an_outer_one(uo):
     with fake_world(2):
         model = wrapped("FULL_SHARD", uo)
         backward(model, 0)
-        run = model._unit.core.root
-        reductions = run.reductions
+        reductions = counts_of(model).reductions
         first, second = model.no_sync(), model.no_sync()
         with model.no_sync():
             with model.no_sync():
@@ -327,9 +327,9 @@ def test_an_inner_block_does_not_end_an_outer_one(uo):
             first.__exit__(None, None, None)  # not the one that was entered last
             backward(model, 3)
             second.__exit__(None, None, None)
-            assert run.reductions == reductions
+            assert counts_of(model).reductions == reductions
         backward(model, 4)
-        assert run.reductions == reductions + 4
+        assert counts_of(model).reductions == reductions + 4
 
 
 def parts_of(module, part):

@@ -40,6 +40,7 @@ from fsdp_models import (
     Block,
     assert_same,
     assert_same_grads,
+    counts_of,
     data,
     every_setting,
     full_grads,
@@ -340,7 +341,7 @@ def recomputation(strategy, uo):
             model.zero_grad()
             module.zero_grad()
             loss_of(model, data(step)).backward()
-            gathers, before = model._unit.core.root.gathers, gathers
+            gathers, before = counts_of(model).gathers, gathers
             Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
             if how == "parts":  # torch adds the gradients of the parts in another order than of the whole
                 for (_, grad), param in zip(full_grads(model).items(), module.parameters(), strict=True):

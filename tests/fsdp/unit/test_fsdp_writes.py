@@ -37,6 +37,7 @@ from fsdp_models import (
     Averaged,
     assert_same,
     assert_same_grads,
+    counts_of,
     data,
     every_setting,
     full_params,
@@ -506,11 +507,11 @@ def averages(strategy, uo):
             wanted.load_state_dict({name: value * factor for name, value in module.state_dict().items()})
             with torch.no_grad():
                 assert torch.equal(model(data(2)), wanted(data(2)))
-        refreshes = model._unit.core.root.refreshes
+        refreshes = counts_of(model).refreshes
         model.eval()
         with torch.no_grad():
             model(data(2))
-        assert model._unit.core.root.refreshes == refreshes  # nothing was exchanged
+        assert counts_of(model).refreshes == refreshes  # nothing was exchanged
         model.train()
         step_both(model, module, 3)
         with model.no_sync():  # between micro-batches, where what stays full is not gathered again
