@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from flatparam.advise.report import (
     title,
 )
 from flatparam.advise.timing import Cluster
-from flatparam.common.parsing import Parser, in_a_command
-from flatparam.inspect.cli import DTYPES, OPTIMIZER_HELP, drawing
-from flatparam.inspect.planning import MOST_RANKS, OPTIMIZERS, SUPPORTED, BadInput, load
+from flatparam.common.parsing import Parser
+from flatparam.inspect.cli import DTYPES, add_settings, drawing
+from flatparam.inspect.planning import MOST_RANKS, SUPPORTED, BadInput, load
 
 SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -109,9 +108,7 @@ def _add_question(made: Parser) -> None:
         metavar="SIZE",
         help="bytes of activations that a rank keeps for each token from forward to backward",
     )
-    add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
-    add("--optimizer", choices=OPTIMIZERS, default="adam", help=OPTIMIZER_HELP)
-    add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
+    add_settings(add)
 
 
 def _add_machine(made: Parser) -> None:
@@ -204,11 +201,4 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        text, status = advise(options)
-    except (BadInput, OSError) as error:
-        print(f"flatparam advise: {in_a_command(error)}", file=sys.stderr)
-        return 2
-    print(text)
-    return status
+    return parser().run(arguments, advise, (BadInput, OSError), 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from ..common.parsing import Parser, in_a_command
-from ..common.tables import aligned, human, merged, one_name_of, without_numbers
+from ..common.parsing import Parser
+from ..common.tables import aligned, human, many, merged, one_name_of, without_numbers
 from ..fsdp.names import printable
 from ..fsdp.states.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
@@ -39,10 +39,6 @@ def parser() -> Parser:
     )
     write.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
-
-
-def many(count: int, word: str, plural: str | None = None) -> str:
-    return f"{count:,} {word if count == 1 else plural or word + 's'}"
 
 
 def gathered_over(unit: dict[str, Any]) -> str:
@@ -114,19 +110,17 @@ def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -
     return aligned([*rows, ("total", "", *total)], 2, 1, 1)
 
 
+def do(options: argparse.Namespace) -> tuple[str, int]:
+    """Return the text to print and the exit status. Raises: CheckpointError, FileError, OSError."""
+    path, trusted = options.path, options.trusted
+    if options.command == "show":
+        return show(path, trusted, options.all), 0
+    if options.command == "verify":
+        summary = verify(path, check_finite=options.finite, trusted=trusted)
+        without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"
+        return f"{summary}: {without_sums if summary.id is None else 'as it was saved'}", 0
+    return str(export(path, options.file, tied=options.tied, trusted=trusted, progress=not options.quiet)), 0
+
+
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        if options.command == "show":
-            print(show(options.path, options.trusted, options.all))
-        elif options.command == "verify":
-            summary = verify(options.path, check_finite=options.finite, trusted=options.trusted)
-            without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"
-            print(f"{summary}: {without_sums if summary.id is None else 'as it was saved'}")
-        else:
-            path = options.path
-            print(export(path, options.file, tied=options.tied, trusted=options.trusted, progress=not options.quiet))
-    except (CheckpointError, FileError, OSError) as error:
-        print(f"flatparam checkpoint: {in_a_command(error)}", file=sys.stderr)
-        return 1
-    return 0
+    return parser().run(arguments, do, (CheckpointError, FileError, OSError), 1)

@@ -1,8 +1,11 @@
 """The argument parser of ``python -m flatparam COMMAND`` and the wording of its errors."""
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+Action = Callable[[argparse.Namespace], tuple[str, int]]  # options -> (text to print, exit status)
 # (words in an exception's message, words for the user of a command)
 _WORDS = (
     ("segments=True", "--segments"),
@@ -36,4 +39,22 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=Formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{' '.join(self.prog.split()[2:4])}: {message}; try --help\n")
+        self.exit(2, f"{self._command}: {message}; try --help\n")
+
+    @property
+    def _command(self) -> str:
+        return " ".join(self.prog.split()[2:4])
+
+    def run(self, arguments: list[str], do: Action, errors: tuple[type[Exception], ...], status: int) -> int:
+        """Print the text that ``do(options)`` returns, and return its exit status.
+
+        If ``do`` raises one of ``errors``, print its message on standard error, and return ``status``.
+        """
+        options = self.parse_args(arguments)
+        try:
+            text, done = do(options)
+        except errors as error:
+            print(f"{self._command}: {in_a_command(error)}", file=sys.stderr)
+            return status
+        print(text)
+        return done

@@ -17,6 +17,11 @@ def human(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"
 
 
+def many(count: int, word: str) -> str:
+    """Return ``count`` and the ``word``, in the plural unless it is one: ``1 rank``, ``1,024 ranks``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def aligned(rows: Sequence[tuple[str, ...]], names: int, headings: int, totals: int = 0) -> str:
     """Return a table of ``rows``: the first ``names`` columns left-aligned, the others right-aligned.
 

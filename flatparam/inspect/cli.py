@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flatparam.common.parsing import Parser, in_a_command
+from flatparam.common.parsing import Parser
 from flatparam.fsdp.unit.memory_plan import summary
 from flatparam.inspect.planning import (
     OPTIMIZERS,
@@ -23,8 +23,15 @@ from flatparam.inspect.planning import (
 )
 from flatparam.inspect.report import as_json, table, title
 
-OPTIMIZER_HELP = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def add_settings(add: Callable[..., object]) -> None:
+    """Add the options that ``inspect`` and ``advise`` share. ``add``: ``add_argument`` of a parser or a group."""
+    state = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
+    add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help=state)
+    add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
 
 
 def parser() -> Parser:
@@ -46,12 +53,10 @@ def parser() -> Parser:
     units.add_argument(
         "--min-params", type=int, metavar="N", help="units of N parameters (size_based_auto_wrap_policy)"
     )
-    add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
-    add("--optimizer", choices=OPTIMIZERS, default="adam", help=OPTIMIZER_HELP)
+    add_settings(add)
     names = made.add_mutually_exclusive_group()
     names.add_argument("--use-orig-params", action="store_true", help="use_orig_params=True")
     names.add_argument("--flat", action="store_true", help="use_orig_params=False, which is assumed")
-    add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
     add(
         "--shard-alignment",
         type=int,
@@ -74,8 +79,8 @@ def drawing(command: str, option: str) -> Any:
         raise BadInput(f"{option} needs {needed}: pip install 'matplotlib>=3.7'") from error
 
 
-def inspect(options: argparse.Namespace) -> str:
-    """What is printed; writes the files that are asked for. Raises: BadInput, OSError."""
+def inspect(options: argparse.Namespace) -> tuple[str, int]:
+    """Return the text to print and the exit status; write the files that are asked for. Raises: BadInput, OSError."""
     settings = Settings(
         world_size=options.world_size,
         strategy=SUPPORTED[options.strategy],
@@ -98,14 +103,8 @@ def inspect(options: argparse.Namespace) -> str:
         options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
     if options.png is not None:
         drawing("inspect", "--png").draw(head, units, settings, plans_by_strategy(module, settings), options.png)
-    return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}"
+    return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}", 0
 
 
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        print(inspect(options))
-    except (BadInput, OSError) as error:
-        print(f"flatparam inspect: {in_a_command(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return parser().run(arguments, inspect, (BadInput, OSError), 2)

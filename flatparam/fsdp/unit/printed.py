@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...common.tables import human
+from ...common.tables import human, many
 from ...common.tensors import has_memory
 from .unit import Unit
 
@@ -45,7 +45,7 @@ def of_unit(strategy: str, unit: Unit) -> str:
     shard = sum(one.layout.shard_numel * one.flat.dtype.itemsize for one in unit.flat_params)
     dtypes = ", ".join(dict.fromkeys(of_dtype(one.flat.dtype) for one in unit.flat_params))
     return (
-        f"{strategy} over {over}; {params:,} parameter{'s' if params > 1 else ''} of "
+        f"{strategy} over {over}; {many(params, 'parameter')} of "
         f"{sum(sum(layout.numels) for layout in layouts):,} elements, in a shard "
         f"{sum(layout.shard_numel for layout in layouts):,} of {dtypes}, {human(shard)}"
     )
