@@ -322,4 +322,4 @@ def test_commands_show_verify_and_export(tmp_path):
 def test_commands_name_their_own_options(tmp_path):
     (tmp_path / ".metadata").touch()
     status, _, err = command("show", tmp_path)
-    assert (status, "pass --trusted if you know who has made it" in err) == (1, True)
+    assert (status, "pass --trusted if you trust its author" in err) == (1, True)

@@ -376,7 +376,7 @@ ERRORS = [
     ),
     (["inspected:halves"], "unit (root) cannot be made: Cannot flatten parameter `table` (shape (3,), torch.uint4"),
     (["inspected:halves"], "view it as torch.uint8, or leave it out of the model that the factory makes"),
-    (["inspected:mixed", "--wrap", "Model"], "; pass --segments, or wrap them in units of their own"),
+    (["inspected:mixed", "--wrap", "Model"], "; pass --segments, or wrap them in separate units"),
     (["inspected:lazy"], "parameter `1.weight` of a LazyLinear has no shape yet: let the factory run a forward"),
     (
         ["inspected:model", "--node-size", "1", "--world-size", str(10**22), "--strategies", "FULL_SHARD"],

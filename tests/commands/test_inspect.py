@@ -272,7 +272,7 @@ ERRORS = [
     ),
     (["inspected:model", "--shard-size", "2"], "--shard-size is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2"),
     (["inspected:mixed"], "unit (root) cannot be made: Must flatten tensors with uniform dtype"),
-    (["inspected:mixed"], "; pass --segments, or wrap them in units of their own"),
+    (["inspected:mixed"], "; pass --segments, or wrap them in separate units"),
     (["inspected:frozen", "--wrap", "Block"], "unit blocks.0 cannot be made: Must flatten tensors with uniform `req"),
     (["inspected:halves"], "unit (root) cannot be made: Cannot flatten parameter `table` (shape (3,), torch.uint4"),
     (["inspected:halves"], "view it as torch.uint8, or leave it out of the model that the factory makes"),
