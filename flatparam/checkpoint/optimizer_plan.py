@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp.errors import StateError
+from ..fsdp.sharding.parameters import in_order
 from ..fsdp.sharding.pytrees import find_tensors
 from ..fsdp.states.optimizer_loading import shared_state, told_of_missing
 from ..fsdp.states.table import SteppedParam
@@ -24,7 +25,7 @@ from .converting import Convert, is_converted
 from .errors import CheckpointError
 from .files import Chunk
 from .model_plan import check_fits
-from .optimizers import GRADIENT, Group, Named, in_owners_order, like
+from .optimizers import GRADIENT, Group, Named, like
 from .pieces import InHandle
 from .reading import OfRank, Source
 from .values import decode
@@ -155,10 +156,10 @@ class OptimizerPlan:
         param, dtype = one.tensor, self._dtype_of(one, here[0], key)
         fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
         state = before if fits else like(param, dtype)
-        flat = in_owners_order(state, param)
+        flat = in_order(state.detach(), param.stride())
         if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: flat is a copy
             state = like(param, dtype)
-            flat = in_owners_order(state, param)
+            flat = in_order(state.detach(), param.stride())
         for held in here:
             name, chunks = _name(held, key), self._chunks(held, key, self._chunks_of)
             check_fits(name, chunks, held.shape, dtype)

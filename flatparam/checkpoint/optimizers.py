@@ -190,16 +190,8 @@ def _kind(named: Named, param: Tensor, held: LocalParam, key: str, value: Any) -
             "rank loads"
         )
     if value.shape == param.shape and key not in named.unlike and (value.dim() > 0 or key != "step"):
-        return "box", in_owners_order(value, param).narrow(0, held.offset, held.numel)
+        return "box", in_order(value.detach(), param.stride()).narrow(0, held.offset, held.numel)
     return "one", value
-
-
-def in_owners_order(value: Tensor, owner: Tensor) -> Tensor:
-    """Return ``value``, of ``owner``'s shape, 1-D in ``owner``'s memory order: a view if the strides allow it."""
-    value = value.detach()
-    if value.stride() == owner.stride() or (value.is_contiguous() and owner.is_contiguous()):
-        return value.as_strided((value.numel(),), (1,))
-    return in_order(value, tuple(owner.stride()))
 
 
 def like(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -424,8 +424,12 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the elements of ``value`` as a 1-D tensor, in the memory order of dense strides ``stride``."""
-    if value.stride() == stride:
+    """Return the elements of ``value`` as a 1-D tensor, in the memory order of dense strides ``stride``.
+
+    A view of dense strides that are ``stride``, except where a size is 1; else a copy.
+    """
+    pairs = zip(value.stride(), stride, value.shape, strict=True)
+    if value.stride() == stride or (is_dense(value) and all(a == b or size == 1 for a, b, size in pairs)):
         return in_storage_order(value)
     ordered = value.new_empty(value.numel())
     ordered.as_strided(value.shape, stride).copy_(value)
