@@ -51,15 +51,16 @@ def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool)
         if not saves:
             refuse_unreduced(units, what)
         found: Kept = {}
+        sums: dict[FlatParam | None, Tensor | None] = {}
         for unit in units:
             unit.core.note_user_edits(False)
+            sums |= zip(unit.flat_params, unit.core.accumulated(), strict=True)
         for one in held if saves else ():
-            if isinstance(one, UnitParam):
-                kept = one.unit.core.accumulated()[one.unit.flat_params.index(one.flat_param)]
-                if kept is not None:
-                    at, start, numel = _place(one)
-                    shown = one.owner.grad is not None and not one.owner.requires_grad
-                    found[one.name] = (start, kept.narrow(0, at, numel), shown)
+            kept = sums.get(one.flat_param)
+            if isinstance(one, UnitParam) and kept is not None:
+                at, start, numel = _place(one)
+                shown = one.owner.grad is not None and not one.owner.requires_grad
+                found[one.name] = (start, kept.narrow(0, at, numel), shown)
         for unit in units:
             hidden.append(unit)
             unit.core.show_accumulated(False)
@@ -81,13 +82,20 @@ class Sums:
     """
 
     def __init__(self, held: Iterable[LocalParam], told: Mapping[str, Any], values: Mapping[str, Tensor]):
-        self._found: dict[Unit, list[tuple[Tensor | None, list[bool]]]] = {}
+        self._sums: dict[FlatParam, Tensor] = {}
+        self._frozen: dict[FlatParam, list[bool]] = {}  # one for each tensor that an optimizer steps
+        self._units: dict[Unit, None] = {}  # in order
         for one in held:
-            start, numel, owed = told.get(one.name, (0, 0, False))
+            start, numel, is_frozen = told.get(one.name, (0, 0, False))
             if not isinstance(one, UnitParam):
                 if one.name in told:
                     raise _misfit(one.name, "no unit has that here")
                 continue
+            self._units[one.unit] = None
+            flags = self._frozen.setdefault(one.flat_param, [])
+            if one.flat_param.use_orig_params or not flags:
+                flags.append(False)
+            flags[-1] = flags[-1] or bool(is_frozen)
             at, first, here = _place(one)
             if one.name in told and (start, numel) != (first, here):
                 raise _misfit(
@@ -95,26 +103,20 @@ class Sums:
                     f"the rank had {numel} elements of its sum from {start} on, and in {one.unit.name} it has {here} "
                     f"from {first} on",
                 )
-            parts = self._found.setdefault(one.unit, [(None, []) for _ in one.unit.flat_params])
-            k = one.unit.flat_params.index(one.flat_param)
-            kept, flags = parts[k]
-            if one.name in told and kept is None:
-                kept = _zeros(one.flat_param)
-            if numel and kept is not None:
-                kept.narrow(0, at, numel).copy_(values[f"kept.{one.name}"])
-            if one.flat_param.use_orig_params or not flags:
-                flags.append(False)
-            flags[-1] = flags[-1] or bool(owed)
-            parts[k] = kept, flags
+            if one.name in told and one.flat_param not in self._sums:
+                self._sums[one.flat_param] = _zeros(one.flat_param)
+            if numel:
+                self._sums[one.flat_param].narrow(0, at, numel).copy_(values[f"kept.{one.name}"])
 
     def put(self) -> None:
         """Replace the units' accumulated gradients. ``.grad`` does not show them yet."""
-        for unit, parts in self._found.items():
-            unit.core.set_accumulated([kept for kept, _ in parts], [tuple(flags) for _, flags in parts])
+        for unit in self._units:
+            frozen = [tuple(self._frozen[flat_param]) for flat_param in unit.flat_params]
+            unit.core.set_accumulated([self._sums.get(flat_param) for flat_param in unit.flat_params], frozen)
 
     def show(self) -> None:
         """Let ``.grad`` show the accumulated gradients where there are some. It holds the reduced gradients before."""
-        for unit in self._found:
+        for unit in self._units:
             unit.core.show_accumulated(True)
 
 
