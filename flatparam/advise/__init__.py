@@ -1,5 +1,5 @@
-"""``python -m flatparam advise``: which strategy, units, inner groups and micro-batches fit, and the fastest of them.
+"""``python -m flatparam advise``: find the strategies, units, inner groups and micro-batches that fit, and the fastest.
 
-Memory is the plan of ``inspect``; what is sent and how long it takes is computed, see ``flatparam.advise.traffic`` and
-``flatparam.advise.timing``. Nothing is run.
+Memory is the plan of ``inspect``. ``flatparam.advise.traffic`` computes the bytes that ranks send, and
+``flatparam.advise.timing`` the time of a step. No model is run.
 """

@@ -1,4 +1,7 @@
-"""What is tried: strategies, inner groups, units and micro-batches, and what each of them takes."""
+"""The candidates: combinations of strategy, inner group, units and micro-batches, each with its memory and time.
+
+``cli.py`` asks for them. Models are on the meta device. No process group is needed.
+"""
 
 import dataclasses
 import math
@@ -22,12 +25,13 @@ NO_UNITS = (nn.ModuleList, nn.ModuleDict)  # containers without a forward of the
 
 
 class Together(nn.Sequential):
-    """Some modules that are one unit."""
+    """A run of modules in one unit."""
 
 
 class Boundary(NamedTuple):
-    """Where units begin. ``wrap``: classes whose modules are units (none: the whole model is one); ``together``: how
-    many of them, that follow each other, make up one.
+    """The choice of units. ``wrap``: classes whose modules become units; empty: the whole model is one unit.
+
+    ``together``: the number of successive modules in one unit.
     """
 
     wrap: tuple[str, ...]
@@ -41,9 +45,14 @@ class Boundary(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. ``gpu_memory``: bytes of a rank; ``tokens``: that a rank computes in a step; ``flops``: operations
-    a second of a rank; ``activations``: bytes a token from forward to backward; ``inner``: sizes of inner groups, and
-    ``wrap``: classes, that alone are tried; ``strategies``, ``micro_batches``: those tried.
+    """The options of the command, checked.
+
+    - ``gpu_memory``: bytes that a rank may use.
+    - ``tokens``: tokens of a rank in one step.
+    - ``flops``: operations a rank does in a second.
+    - ``activations``: bytes of activations that a token keeps from forward to backward; None: they are not counted.
+    - ``strategies``, ``micro_batches``: the values to try. ``inner`` (sizes of inner groups), ``wrap`` (classes): the
+      same; empty: all that are possible.
     """
 
     world_size: int
@@ -63,10 +72,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what a rank takes: bytes, seconds of a step and of its compute.
+    """One combination, with the bytes and seconds of a rank in one step.
 
-    ``reduce_each``: gradients are reduced in every micro-batch, so that none are kept unsharded between them.
-    ``sent``: by kind of collective and group; ``intra`` and ``inter``: the same within the node and between nodes.
+    - ``inner``: size of the inner group; None: the strategy has none.
+    - ``reduce_each``: every micro-batch reduces its gradients; else the last one alone, after ``no_sync()``.
+    - ``sent``: bytes by (kind of collective, group). ``intra`` of them stay in the node, ``inter`` leave it.
+    - ``seconds``: of the step; ``computing``: of its compute alone.
     """
 
     strategy: str
@@ -85,21 +96,22 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on the rank at most."""
+        """The peak of parameters, gradients and optimizer state on a rank, in bytes."""
         if self.micro_batches == 1:
             return self.plan.peak_alone
         return self.plan.peak if self.reduce_each else self.plan.peak_no_sync
 
     @property
     def memory(self) -> int:
-        """The same with activations."""
+        """``peak`` and the activations, in bytes."""
         return self.peak + self.activations
 
 
 def boundaries(module: nn.Module, wrap: tuple[str, ...]) -> list[Boundary]:
-    """The whole model, each repeated class that has half of the elements, and runs of 2, 4 or 8 of these modules.
+    """Return the choices of units: the whole model, each repeated class, and runs of 2, 4 or 8 modules of such a class.
 
-    Only those of ``wrap``, if it is given.
+    A repeated class has at least two modules, and these have at least half of the elements. With ``wrap`` only its
+    classes are used.
     """
     found = [Boundary(wrap)] if wrap else [Boundary(()), *(Boundary((name,)) for name in _repeated(module))]
     for (name,) in [one.wrap for one in found if len(one.wrap) == 1]:
@@ -120,11 +132,11 @@ def _repeated(module: nn.Module) -> list[str]:
     return [name for name, sizes in numels.items() if len(sizes) > 1 and sum(sizes) >= half]
 
 
-Runs = list[tuple[bool, list[nn.Module]]]  # children that follow each other, and whether they are of the class
+Runs = list[tuple[bool, list[nn.Module]]]  # (are of the class, successive children)
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Runs]]:
-    """Each list of modules that has some of this class."""
+    """Yield ``(list, its runs)`` for each ModuleList or Sequential that contains modules of class ``name``."""
     for parent in list(module.modules()):
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             children = [child for child in parent.children()]
@@ -134,7 +146,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Runs]]:
 
 
 def put_together(module: nn.Module, boundary: Boundary) -> _C.Block:
-    """A context: in it modules of ``boundary`` lie ``together`` in one module each. Gives the units' classes."""
+    """Return a context in which each run of ``boundary.together`` modules is one. It gives the classes of units."""
     before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
     def begin() -> tuple[str, ...]:
@@ -160,14 +172,14 @@ def _cut(run: Sequence[nn.Module], size: int) -> list[nn.Module]:
 
 
 def inner_sizes(world: int, node: int) -> list[int]:
-    """Sizes of inner groups: divisors of the world that divide a node or are made of nodes."""
+    """Return the possible sizes of inner groups: divisors of ``world`` that divide ``node`` or are a multiple of it."""
     small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
     divisors = sorted({*small, *(world // n for n in small)})
     return [n for n in divisors[1:-1] if node % n == 0 or n % node == 0]
 
 
 def candidates(module: nn.Module, question: Question) -> Iterator[Candidate]:
-    """All of them. Raises: BadInput when no units can be made, as the first of them says."""
+    """Yield all candidates. Raises: the first BadInput, if no choice of units is possible."""
     refused: BadInput | None = None
     made = False
     for boundary in boundaries(module, question.wrap):

@@ -1,4 +1,4 @@
-"""``python -m flatparam advise``: options, what is printed and written, the exit status."""
+"""``python -m flatparam advise``: its options, output, files and exit status."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10
 
 
 def quantity(units: dict[str, float], example: str) -> Callable[[str], float]:
-    """A parser of a positive number with a prefix and one of ``units``, each with its size, such as ``example``."""
+    """Return a parser of a positive number, a prefix and a unit, such as ``example``. ``units``: name -> size."""
 
     def parse(text: str) -> float:
         found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([KMGT]i|[kMGTP]?)([a-zA-Z/]*)", text)
@@ -40,7 +40,7 @@ def quantity(units: dict[str, float], example: str) -> Callable[[str], float]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Positive integers between commas."""
+    """Parse positive integers, separated by commas."""
     try:
         found = tuple(map(int, text.split(",")))
     except ValueError:
@@ -51,14 +51,14 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """A positive integer."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
 def strategies(text: str) -> tuple[str, ...]:
-    """Names of the table of strategies between commas."""
+    """Parse names of strategies, separated by commas."""
     found = tuple(text.split(","))
     unknown = [name for name in found if name not in SUPPORTED]
     if unknown:
@@ -172,7 +172,7 @@ def question_of(options: argparse.Namespace) -> Question:
 
 
 def advise(options: argparse.Namespace) -> tuple[str, int]:
-    """What is printed, and the exit status; writes the files that are asked for. Raises: BadInput, OSError."""
+    """Return the text to print and the exit status; write the files of the options. Raises: BadInput, OSError."""
     question = question_of(options)
     module = load(options.factory)
     found = sorted(candidates(module, question), key=lambda one: (one.memory, one.seconds))

@@ -1,4 +1,4 @@
-"""The picture: memory and step time of all candidates, and of the best of each strategy its time and bytes."""
+"""The picture: memory and step time of all candidates; time and sent bytes of the best candidate of each strategy."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ GIB = 2.0**30
 
 
 def draw(title: str, fitting: list[Candidate], too_large: list[Candidate], question: Question, path: Path) -> None:
-    """Write the picture as a PNG to ``path``; both lists the best first."""
+    """Write the picture as a PNG to ``path``. Both lists begin with their best candidate."""
     figure = Figure(figsize=(14, 7.5), layout="constrained")
     axes = figure.subplot_mosaic([["all", "times"], ["all", "sizes"]], width_ratios=[1.2, 1.0])
     _all(axes["all"], fitting, too_large, question)

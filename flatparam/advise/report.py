@@ -1,4 +1,4 @@
-"""What is printed, and the same as JSON."""
+"""The printed report of ``advise``, and its JSON."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ HEADINGS = (
 
 
 def seconds(value: float) -> str:
-    """A time with three digits."""
+    """Return a time with three digits and its unit."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "us")
     return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {unit}"
 
 
 def by_speed(found: list[Candidate]) -> list[Candidate]:
-    """The best first: those that take 1 % more time than the fastest, or less, by memory, then the others by time."""
+    """Sort candidates: first those within 1 % of the fastest, by memory; then the others, by time."""
     as_fast = 1.01 * min((one.seconds for one in found), default=0.0)
     return sorted(found, key=lambda one: (max(one.seconds, as_fast), one.memory, one.seconds))
 
@@ -31,7 +31,7 @@ def best_of_each(found: list[Candidate]) -> list[Candidate]:
 
 
 def units_of(candidate: Candidate) -> str:
-    """How many units, and of what."""
+    """Return the number and the classes of units."""
     return "whole model" if candidate.units == 1 else f"{candidate.units}: {candidate.boundary.name}"
 
 
@@ -54,7 +54,7 @@ def table(found: list[Candidate]) -> str:
 
 
 def title(model: str, numel: int, question: Question) -> str:
-    """The line that says what was asked."""
+    """Return the first line: the model, the ranks and the options."""
     cluster = question.cluster
     nodes = question.world_size // cluster.node
     compute = f"compute in {str(question.param_dtype).removeprefix('torch.')}, " if question.param_dtype else ""
@@ -65,7 +65,7 @@ def title(model: str, numel: int, question: Question) -> str:
 
 
 def assumptions(question: Question) -> str:
-    """What the figures rest on."""
+    """Return the line with the assumptions behind the figures."""
     cluster = question.cluster
     counted = (
         "activations are not counted: give --activations"
@@ -80,7 +80,7 @@ def assumptions(question: Question) -> str:
 
 
 def call(candidate: Candidate, question: Question) -> str:
-    """The arguments of FullyShardedDataParallel."""
+    """Return the call of FullyShardedDataParallel for ``candidate``."""
     arguments = [f"sharding_strategy=ShardingStrategy.{candidate.strategy}"]
     if candidate.boundary.wrap:
         classes = ", ".join(candidate.boundary.wrap if candidate.boundary.together == 1 else ("nn.Sequential",))
@@ -99,14 +99,14 @@ def call(candidate: Candidate, question: Question) -> str:
 
 
 def does_not_fit(found: list[Candidate], fitting: list[Candidate], question: Question) -> str:
-    """The least that each strategy takes of which nothing fits; empty: there is none."""
+    """Return a line with the least memory of each strategy without a fitting candidate; empty: each has one."""
     out = [one for one in best_of_each(found) if one.strategy not in {other.strategy for other in fitting}]
     least = ", ".join(f"{one.strategy} ({human(one.memory)} at least)" for one in out)
     return f"do not fit in {human(question.gpu_memory)}: {least}" if least else ""
 
 
 def nothing_fits(found: list[Candidate], question: Question) -> str:
-    """By how much the smallest misses. ``found``: sorted by memory."""
+    """Return the line for the case that no candidate fits. ``found``: sorted by memory."""
     best = found[0]
     inner = f" in inner groups of {best.inner}" if best.inner is not None else ""
     return (
@@ -119,7 +119,7 @@ def nothing_fits(found: list[Candidate], question: Question) -> str:
 def as_json(
     model: str, numel: int, question: Question, fitting: list[Candidate], too_large: list[Candidate]
 ) -> dict[str, Any]:
-    """Everything, in plain types: bytes and seconds of a rank and step."""
+    """Return the report as plain types. Sizes are in bytes and times in seconds, of a rank in one step."""
     cluster = question.cluster
     return {
         "model": model,

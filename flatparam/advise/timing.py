@@ -1,4 +1,4 @@
-"""How long a step takes: a model of latency and bandwidth, which has not been fitted to any machine.
+"""Predict the time of a step by a model of latency and bandwidth. It has not been fitted to any machine.
 
 A collective over n ranks is a ring: it takes n - 1 steps of a latency, and (n - 1) / n of its bytes at the bandwidth of
 the slowest link; an all-reduce takes both twice. Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective
@@ -30,8 +30,10 @@ from flatparam.inspect.planning import Settings, Unit
 
 @dataclass(frozen=True)
 class Cluster:
-    """``node``: ranks of a node, which follow each other; bytes a second that a rank sends within it and between nodes;
-    seconds of latency of the same.
+    """The machine. ``node``: the number of ranks of a node; they are successive.
+
+    ``intra``, ``inter``: bytes that a rank sends in a second, within its node and between nodes. ``intra_latency``,
+    ``inter_latency``: seconds.
     """
 
     node: int
@@ -41,20 +43,22 @@ class Cluster:
     inter_latency: float
 
     def shape(self, group: str, settings: Settings) -> tuple[int, int]:
-        """The ranks of a group, and how many of them are in one node. Inner groups are of ranks that follow each
-        other, and divide a node or are made of nodes."""
+        """Return the number of ranks of a group, and the number of them in one node.
+
+        An inner group has successive ranks. Its size divides ``node`` or is a multiple of it.
+        """
         ranks = settings.sizes[group]
         stride = settings.sizes["inner"] if group == "outer" else 1
         return ranks, min(ranks, max(1, self.node // stride))
 
     def split(self, size: float, group: str, settings: Settings) -> tuple[float, float]:
-        """Of the bytes that a rank sends to a group, those that stay within its node and those that do not."""
+        """Return ``size``, the bytes that a rank sends to a group, in two parts: within its node, and out of it."""
         ranks, local = self.shape(group, settings)
         out = size / local if ranks > local else 0.0
         return size - out, out
 
     def seconds(self, transfer: Transfer, settings: Settings) -> float:
-        """How long a collective takes alone."""
+        """Return the seconds of a collective without others beside it."""
         ranks, local = self.shape(transfer.group, settings)
         inside, out = self.split(sent(transfer, ranks), transfer.group, settings)
         hops = ranks // local - 1
@@ -74,18 +78,18 @@ class Load(NamedTuple):
 
 
 def operations(unit: Unit) -> tuple[int, int]:
-    """Of forward and of backward, for each token."""
+    """Return the operations of forward and of backward for one token."""
     sizes = [(sum(flat.layout.numels), flat.is_trained) for flat, _ in unit.segments]
     return sum(2 * n for n, _ in sizes), sum((4 if trained else 2) * n for n, trained in sizes)
 
 
 def seconds_of(loads: Sequence[Load]) -> float:
-    """Of a forward and backward; the root is the first of ``loads``."""
+    """Return the seconds of a forward and backward. The first of ``loads`` is the root."""
     root, *others = loads
-    link = 0.0  # when the collectives asked for so far have ended
+    link = 0.0  # the time at which the collectives so far have ended
 
     def ask(when: float, seconds: float) -> float:
-        """When a collective has ended; 0 for none."""
+        """Issue a collective of ``seconds`` at time ``when``. Returns: the time of its end; 0 if ``seconds`` is 0."""
         nonlocal link
         link = max(link, when) + seconds if seconds else link
         return link if seconds else 0.0
@@ -116,7 +120,10 @@ def step_seconds(
     step: Iterable[MicroBatch],
     forward_of_one: float,
 ) -> tuple[float, float]:
-    """Of a step, and of its compute alone; ``forward_of_one``: tokens of a micro-batch over operations a second."""
+    """Return the seconds of a step, and of its compute alone.
+
+    ``forward_of_one``: tokens of a micro-batch, divided by operations in a second.
+    """
 
     def collectives(transfers: Iterable[Transfer]) -> float:
         return sum(cluster.seconds(one, settings) for one in transfers)

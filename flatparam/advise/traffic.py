@@ -1,6 +1,6 @@
-"""The collectives of a step, by the rules of the runtime.
+"""The collectives of a step, by the rules of the runtime, and the bytes that a rank sends in them.
 
-Not counted are the runtime's agreements, a few bytes a unit, which ZERO_1 and LAYER_ZERO need once or twice a backward.
+The consensus of ZERO_1 and LAYER_ZERO, a few bytes a unit once or twice in a backward, is not counted.
 """
 
 import itertools
@@ -13,8 +13,9 @@ from flatparam.inspect.planning import Settings
 
 
 class Transfer(NamedTuple):
-    """One collective. ``kind``: ``all_gather``, ``reduce_scatter`` or ``all_reduce``; ``group``: a name of the table of
-    strategies; ``whole``: bytes of what is gathered, or of what is reduced.
+    """One collective. ``kind``: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+
+    ``group``: a name of the table of strategies; ``whole``: bytes of the gathered result, or of the reduced input.
     """
 
     kind: str
@@ -23,7 +24,7 @@ class Transfer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one unit asks for in a micro-batch: before forward, before backward, and after backward."""
+    """The collectives of one unit in a micro-batch: before forward, before backward, and after backward."""
 
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
@@ -31,8 +32,9 @@ class Part(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Micro-batches that ask for the same, and how many ``times``. ``first``: since the shards changed; ``synced``:
-    gradients are reduced in it.
+    """``times`` micro-batches with equal collectives.
+
+    ``first``: the shards have changed before it; ``synced``: it reduces gradients.
     """
 
     first: bool
@@ -41,7 +43,10 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(count: int, reduce_each: bool) -> Iterator[MicroBatch]:
-    """A step of ``count``: all but the last in ``no_sync()``, or each of them reduced (and so gathered anew)."""
+    """Yield the micro-batches of a step: all but the last in ``no_sync()``, or, with ``reduce_each``, each synced.
+
+    A synced micro-batch changes the shards, so the next one gathers again.
+    """
     if reduce_each or count == 1:
         yield MicroBatch(True, True, count)
         return
@@ -52,7 +57,7 @@ def micro_batches(count: int, reduce_each: bool) -> Iterator[MicroBatch]:
 
 
 def parts_of(plans: Sequence[UnitPlan], settings: Settings, micro_batch: MicroBatch) -> list[Part]:
-    """The collectives of each unit. The first is the root, which is kept from forward to backward."""
+    """Return the collectives of each unit. The first is the root, which stays unsharded from forward to backward."""
     known: dict[tuple[int, int, bool], Part] = {}  # large models have many equal units
     keys = [(plan.full, plan.wire, plan is plans[0]) for plan in plans]
     for key, plan in zip(keys, plans, strict=True):
@@ -64,7 +69,7 @@ def parts_of(plans: Sequence[UnitPlan], settings: Settings, micro_batch: MicroBa
 def _part(plan: UnitPlan, settings: Settings, root: bool, micro_batch: MicroBatch) -> Part:
     row, sizes = settings.row, settings.sizes
     forward: list[Transfer] = []
-    # what is kept of frozen shards stays as it was gathered before the first step
+    # Frozen shards do not change: a secondary shard, or the whole parameter, is gathered before the first step alone
     first = micro_batch.first and (plan.wire > 0 or row.param == row.optim)
     reductions = tuple(_reductions(plan, settings, micro_batch.synced))
     if row.param is None:
@@ -82,7 +87,7 @@ def _part(plan: UnitPlan, settings: Settings, root: bool, micro_batch: MicroBatc
 
 def _reductions(plan: UnitPlan, settings: Settings, synced: bool) -> Iterator[Transfer]:
     row = settings.row
-    if not plan.wire:  # all of it is frozen
+    if not plan.wire:  # all its parameters are frozen
         return
     if row.nested and row.param is not None:
         yield Transfer("reduce_scatter", row.param, plan.wire)
@@ -96,14 +101,14 @@ def _reductions(plan: UnitPlan, settings: Settings, synced: bool) -> Iterator[Tr
 
 
 def sent(transfer: Transfer, ranks: int) -> float:
-    """Bytes that each of ``ranks`` ranks sends on a ring: (n - 1) / n of the whole, twice that to all-reduce."""
+    """Return the bytes that each of n ``ranks`` sends on a ring: (n - 1) / n of the whole, twice for an all-reduce."""
     return (2 if transfer.kind == "all_reduce" else 1) * (ranks - 1) * transfer.whole / ranks
 
 
 def sent_in_a_step(
     plans: Sequence[UnitPlan], settings: Settings, step: Iterable[MicroBatch]
 ) -> dict[tuple[str, str], float]:
-    """Bytes that a rank sends in a step, by kind of collective and group."""
+    """Return the bytes that a rank sends in a step, by (kind of collective, group)."""
     total: dict[tuple[str, str], float] = {}
     for micro_batch in step:
         for part, units in Counter(parts_of(plans, settings, micro_batch)).items():

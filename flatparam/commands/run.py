@@ -25,20 +25,20 @@ Do what `python SCRIPT ...` or `python -m MODULE ...` does, with flatparam's han
 FullyShardedDataParallel; with --runtime, or FLATPARAM_RUNTIME=1, with flatparam's own class in its place.
 With torchrun: torchrun [OPTION ...] -m flatparam run [--runtime] SCRIPT [ARGUMENT ...]"""
 
-# Modules and commands that start Python processes, and what each takes before the module that these run
+# Modules and commands that start Python processes -> their options before the module of these processes
 ORDER, ORDER_OF_DEEPSPEED = "[OPTION ...] -m", "[OPTION ...] --module --no_local_rank"
 LAUNCHERS = {
     **dict.fromkeys(("torch.distributed.run", "torchrun", "accelerate.commands.launch"), ORDER),
     "torch.distributed.launch": f"--use-env {ORDER}",
     **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), ORDER_OF_DEEPSPEED),
 }
-CHILD = "flatparam.commands.spawned"  # what spawned children run in place of the script
+CHILD = "flatparam.commands.spawned"  # spawned children run it in place of the script
 RUNTIME = "FLATPARAM_RUNTIME"  # in the environment, "1": for this process and those that it starts
 BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script or module that ``arguments`` begin with, the rest as its own; returns the exit status."""
+    """Run the script or module that comes first in ``arguments``, with the others. Returns: the exit status."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
@@ -70,8 +70,9 @@ def main(arguments: list[str]) -> int:
 
 
 def launcher_in(command: list[str], as_module: bool) -> tuple[str, str] | None:
-    """What ``command`` runs, as a user types it, if that starts the training script in other Python processes; and
-    what it takes before a module.
+    """Return the launcher that ``command`` runs, as a user types it, and its options before a module; None: none.
+
+    A launcher starts the training script in other Python processes.
     """
     name = command[0] if as_module and command else os.path.basename(command[0]) if command else ""
     if name in LAUNCHERS:
@@ -82,7 +83,7 @@ def launcher_in(command: list[str], as_module: bool) -> tuple[str, str] | None:
 
 
 def run_module(command: list[str]) -> int:
-    """Be ``python -m MODULE args``. Python's own way to run one is called, which ends the process if there is none."""
+    """Do what ``python -m MODULE args`` does, by Python's own function: it ends the process if there is none."""
     sys.argv = ["-m", *command[1:]]
     new_main()
     as_main(vars(runpy)["_run_module_as_main"], command[0])
@@ -90,7 +91,7 @@ def run_module(command: list[str]) -> int:
 
 
 def run_script(command: list[str]) -> int:
-    """Be ``python SCRIPT args``, where a script may also be a folder or an archive with a ``__main__.py``."""
+    """Do what ``python SCRIPT args`` does. A script may be a folder or an archive with a ``__main__.py``."""
     path = command[0]
     sys.argv = command
     if pkgutil.get_importer(path) is not None:
@@ -115,7 +116,7 @@ def run_script(command: list[str]) -> int:
 
 
 def new_main() -> ModuleType:
-    """Put a new module in the place of ``__main__``, with what Python gives it before a script is known."""
+    """Replace ``__main__`` by a new module, with the names that Python gives it before it reads a script."""
     module = ModuleType("__main__")
     vars(module).update(__builtins__=sys.modules["builtins"])
     if sys.version_info < (3, 14):
@@ -125,10 +126,10 @@ def new_main() -> ModuleType:
 
 
 def set_first_path(folder: str, always: bool) -> None:
-    """Let ``folder`` be sys.path[0] in place of the working directory, which ``python -m flatparam`` put there.
+    """Replace sys.path[0], where ``python -m flatparam`` has put the working directory, by ``folder``.
 
-    With ``-P`` there is no such entry, and Python adds only a folder or archive that is run (``always``). flatparam
-    stays importable, for children, also where it was found in the working directory.
+    With ``-P`` there is no such entry, and Python adds only a folder or archive that it runs (``always``). If flatparam
+    was found in the working directory, its folder is appended: children import flatparam, too.
     """
     safe_path = getattr(sys.flags, "safe_path", False)
     if not safe_path:
@@ -141,7 +142,7 @@ def set_first_path(folder: str, always: bool) -> None:
 
 
 def as_main(call: Callable[..., Any], *args: Any) -> Any:
-    """Return ``call(*args)``; an exception from it ends the process as it would without the frames up to here."""
+    """Return ``call(*args)``. The traceback of an exception that ends the process begins at ``call``."""
     try:
         return call(*args)
     except SystemExit:
@@ -153,7 +154,7 @@ def as_main(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def show_from(traceback: TracebackType | None) -> None:
-    """Have the exception that ends the process be shown with this traceback, by whatever sys.excepthook is now."""
+    """Let sys.excepthook, as it is now, show the exception that ends the process with this traceback."""
     excepthook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
@@ -163,10 +164,10 @@ def show_from(traceback: TracebackType | None) -> None:
 
 
 def install_in_spawned_children() -> None:
-    """Have processes that multiprocessing spawns install flatparam, before they import the script.
+    """Let processes that multiprocessing spawns install flatparam before they import the script.
 
-    multiprocessing tells such a process what script to import as ``__mp_main__``. It is told ``CHILD`` instead, and the
-    script in two more elements of sys.argv, which ``CHILD`` takes away.
+    multiprocessing sends such a process the name of the script to import as ``__mp_main__``. This sends ``CHILD``
+    instead, and the script in two more elements of sys.argv, which ``CHILD`` removes.
     """
     original = spawn.get_preparation_data
 

@@ -1,1 +1,1 @@
-"""``python -m flatparam inspect``: what a model's units, shards and bytes per rank will be, without running it."""
+"""``python -m flatparam inspect``: print the units, shards and bytes per rank of a model, without running it."""

@@ -1,4 +1,4 @@
-"""``python -m flatparam inspect``: options, what is printed and written, the exit status."""
+"""``python -m flatparam inspect``: its options, output, files and exit status."""
 
 import argparse
 import json
@@ -71,7 +71,7 @@ def parser() -> Parser:
 
 
 def drawing(command: str, option: str) -> Any:
-    """The module ``picture`` of a command, for its ``option``. Raises: BadInput where there is no matplotlib."""
+    """Import the module ``picture`` of ``command``, for its ``option``. Raises: BadInput if matplotlib is missing."""
     try:
         return import_module(f"flatparam.{command}.picture")
     except ModuleNotFoundError as error:
@@ -80,7 +80,7 @@ def drawing(command: str, option: str) -> Any:
 
 
 def inspect(options: argparse.Namespace) -> tuple[str, int]:
-    """Return the text to print and the exit status; write the files that are asked for. Raises: BadInput, OSError."""
+    """Return the text to print and the exit status; write the files of the options. Raises: BadInput, OSError."""
     settings = Settings(
         world_size=options.world_size,
         strategy=SUPPORTED[options.strategy],

@@ -1,4 +1,4 @@
-"""The picture: where parameters, shards and padding lie, bytes of each unit, a step, and the other strategies."""
+"""The picture: places of parameters, shards and padding; bytes of each unit, in a step, and by strategy."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from flatparam.inspect.planning import Settings, Unit
 
 PARTS = {"shard": "#12406b", "gradient": "#1f6fb4", "optimizer": "#7fb0dc", "full": "#e08a1e"}
 LABELS = {"shard": "parameter shard", "gradient": "gradient shard", "optimizer": "optimizer state", "full": "unsharded"}
-PARAMETERS = ("#7fb0dc", "#b9d4ec")  # in turn, so that their ends are seen
+PARAMETERS = ("#7fb0dc", "#b9d4ec")  # in turn, so that the ends of parameters are visible
 PADDING = "#c0392b"
 SMALL = 7.5  # points
 MOST_NAMES = 40
@@ -20,7 +20,7 @@ SCALES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
 
 
 def draw(title: str, units: list[Unit], settings: Settings, others: dict[str, MemoryPlan], path: Path) -> None:
-    """Write the picture as a PNG to ``path``; ``others``: the plan under each strategy, the one asked for included."""
+    """Write the picture as a PNG to ``path``. ``others``: strategy -> plan, that of ``settings`` too."""
     plan = others[settings.strategy.name]
     name, scale = _scale(max(other.peak for other in others.values()))
     height = 2.2 + 0.22 * min(len(units), MOST_NAMES)
@@ -75,7 +75,7 @@ def _bytes(axes: Axes, units: list[Unit], plan: MemoryPlan) -> None:
 def stacked_bars(
     axes: Axes, parts: Mapping[str, Sequence[float]], colours: Iterable[str], title: str, unit: str
 ) -> None:
-    """Horizontal bars, one below the other, of sizes that are added up: ``parts`` by their labels."""
+    """Draw horizontal bars, each of several sizes end to end. ``parts``: label -> the size in each bar."""
     left = [0.0] * len(next(iter(parts.values())))
     for colour, (label, sizes) in zip(colours, parts.items(), strict=True):
         axes.barh(range(len(left)), sizes, 0.7, left=left, color=colour, label=label)

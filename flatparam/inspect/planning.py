@@ -1,4 +1,7 @@
-"""The units of a module and the plan of their memory, by the runtime's own rules."""
+"""The units of a module, and the plan of their memory, by the functions with which the runtime wraps it.
+
+``inspect`` and ``advise`` use it. Modules are on the meta device. No process group is needed.
+"""
 
 import dataclasses
 import functools
@@ -32,7 +35,7 @@ from flatparam.fsdp.wrapper.wrap import check_not_tied, targets_of
 
 
 class BadInput(ValueError):
-    """What the user asked for cannot be inspected; the message is one line."""
+    """An option or the model of the user is wrong. The message is one line."""
 
 
 def one_line(error: BaseException) -> str:
@@ -72,7 +75,7 @@ def load(spec: str) -> nn.Module:
 
 
 def _leave_data(module: nn.Module) -> None:
-    """Put meta parameters in the place of those that the factory made elsewhere; shared ones stay shared."""
+    """Replace parameters that the factory made on another device by meta ones. Shared parameters stay shared."""
     found: dict[nn.Parameter, nn.Parameter] = {}
     for inner in module.modules():
         for name, param in inner._parameters.items():
@@ -93,11 +96,12 @@ OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked about.
+    """The arguments with which the model is to be wrapped.
 
-    ``shard_size``: ranks that share a parameter, for hybrids alone; ``wrap``: names of classes whose modules become
-    units, or ``min_params`` for torch's policy by size; ``param_dtype``: MixedPrecision's.
-    Raises: BadInput when they contradict each other.
+    - ``shard_size``: the number of ranks that share a parameter; for hybrids and LAYER_ZERO alone.
+    - ``wrap``: names of the classes whose modules become units; or ``min_params``: for torch's policy by size.
+    - ``param_dtype``: that of MixedPrecision.
+    Raises: BadInput if they contradict each other.
     """
 
     world_size: int = 8
@@ -135,29 +139,29 @@ class Settings:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks the groups of the table of strategies have."""
+        """Return the number of ranks of each group of the table of strategies."""
         inner = self.shard_size or 1
         return {"wide": self.world_size, "inner": inner, "outer": self.world_size // inner}
 
     @property
     def row(self) -> Row:
-        """The strategy's row, over these groups."""
+        """The row of the strategy in the table, over groups of these sizes."""
         return TABLE[self.strategy].over(self.sizes)
 
     @property
     def copy_shards(self) -> int:
-        """How many ranks share the copy that forward and backward gather from; 0: there is none."""
+        """The number of ranks that share a secondary shard; 0: there is none."""
         return (self.shard_size or 1) if self.row.param not in (None, self.row.optim) else 0
 
     @property
     def shards(self) -> int:
-        """How many ranks share a parameter's shard."""
+        """The number of ranks over which a parameter is sharded."""
         return 1 if self.row.optim is None else self.sizes[self.row.optim]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit: its path in the module (empty: the root), its class, and each flat parameter with what lies in it."""
+    """A unit: its path in the module (empty: the root), its class, and its flat parameters with their original ones."""
 
     path: str
     kind: str
@@ -173,12 +177,12 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """The elements of the parameters, without padding."""
         return sum(sum(flat.layout.numels) for flat, _ in self.segments)
 
     @property
     def padding(self) -> int:
-        """Elements of all shards together that no parameter has: between parameters, and at the end."""
+        """The elements of padding in all shards together, between parameters and at the end."""
         return sum(flat.layout.padded_numel for flat, _ in self.segments) - self.numel
 
     @property
@@ -187,7 +191,7 @@ class Unit:
 
 
 def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
-    """The units that wrapping ``module`` makes, the outermost first. Raises: BadInput."""
+    """Return the units that wrapping ``module`` would make, the outermost first. Raises: BadInput."""
     precisions = _precisions(module, settings)
     try:
         check_not_tied(module, precisions, set(), set())
@@ -206,7 +210,7 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
 
 
 def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
-    """The bytes that each rank will hold."""
+    """Return the bytes that each rank will hold."""
     row, optimizer_bytes = settings.row, OPTIMIZERS[settings.optimizer]
     plans = [
         plan_unit(
@@ -223,7 +227,7 @@ def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
 
 
 def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, MemoryPlan]:
-    """The plan under every strategy that these ranks allow, by its name; hybrids where ``shard_size`` is known."""
+    """Return strategy -> plan, for each strategy. Those that need ``shard_size`` are left out if it is None."""
     found = {}
     for name, strategy in SUPPORTED.items():
         if not is_grid(strategy):
@@ -237,7 +241,7 @@ def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, Memory
 
 
 def _precisions(module: nn.Module, settings: Settings) -> dict[nn.Module, MixedPrecision]:
-    """The modules that become units, with the precision of each."""
+    """Return the modules that become units, with the precision of each."""
     precision = MixedPrecision(param_dtype=settings.param_dtype)
     policy = _policy(module, settings)
     if policy is None:
@@ -290,7 +294,7 @@ def _unit(
 
 
 def _with_data(original: ParamInfo) -> ParamInfo:
-    """``original`` with a parameter that is on no meta device, as it will be when it is wrapped."""
+    """Return ``original`` with an empty parameter on the host: the wrapper would refuse one on the meta device."""
     param = original.param
     if type(param) is not nn.Parameter or param.layout != torch.strided:
         return original

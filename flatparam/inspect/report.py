@@ -1,4 +1,4 @@
-"""What is printed, and the same as JSON."""
+"""The printed report of ``inspect``, and its JSON."""
 
 from itertools import groupby
 from typing import Any
@@ -15,12 +15,12 @@ UNITS_OF_HEADINGS = ("", "", "", "", "elements", "elements", "elements", *("byte
 
 
 def worst(plan: MemoryPlan, unit: int) -> int:
-    """Bytes on a rank at the fullest moment of a unit."""
+    """Return the peak of a rank during the moments of ``unit``, in bytes."""
     return max(moment.bytes for moment in plan.moments if moment.unit == unit)
 
 
 def title(model: str, units: list[Unit], settings: Settings) -> str:
-    """The line that says what was looked at."""
+    """Return the first line: the model, the strategy and the options."""
     numel = sum(unit.numel for unit in units)
     ranks = f"{settings.world_size} rank{'s' if settings.world_size > 1 else ''}"
     if settings.shard_size is not None:
@@ -40,7 +40,7 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
 
 
 def table(units: list[Unit], plan: MemoryPlan) -> str:
-    """One line for each run of equal units, with how many there are and the highest of their peaks; and the totals."""
+    """Return the table: a row for each run of equal units, with their number and highest peak; and a row of totals."""
 
     def numbers(i: int) -> tuple[int, ...]:
         unit, own = units[i], plan.units[i]
@@ -62,7 +62,7 @@ def table(units: list[Unit], plan: MemoryPlan) -> str:
 
 
 def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings) -> dict[str, Any]:
-    """Everything that is known, in plain types; sizes in elements, or bytes a rank under ``bytes``."""
+    """Return the report as plain types. Sizes are in elements; those under ``bytes`` in bytes of a rank."""
     return {
         "model": model,
         "world_size": settings.world_size,
