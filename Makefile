@@ -1,5 +1,5 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
-#   make demo | test | test-all | equality | integrations | bench | docs | coverage | lint | asan | cuda-check | test-gpu | bench-gpu | cuda-sanitize | instructions | upstream | format | build | venv | clean
+#   make demo | test | test-all | equality | integrations | bench | docs | coverage | lint | asan | check-build | cuda-check | test-gpu | bench-gpu | cuda-sanitize | instructions | upstream | format | build | venv | clean
 # PYTHON=python3    use this interpreter as it is if it has torch 2.11 to 2.15; else .venv is made from it
 # ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
 
@@ -8,9 +8,12 @@ ENVIRONMENT = py=$$($(STARTER) tools/environment.py $(1)) &&
 BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
 
 ASAN = build/asan
+CHECKED = build/checked
+# random programs, and the tests of one unit in all its states
+CHECKS = fsdp/unit/test_fsdp_random.py fsdp/unit/test_unit_type.py
 C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h tests/c/*/*.c tests/c/*/*.h benchmarks/*.c)
 
-.PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
+.PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -64,6 +67,14 @@ asan:
 	"$$py" setup.py --quiet build_py --build-lib $(ASAN) && \
 	"$$py" setup.py --quiet build_ext --sanitize --build-lib $(ASAN) && \
 	"$$py" tools/sanitized.py $(ASAN) $(ARGS)
+
+# The ranks of a test take the package from the folder that they start in.
+check-build:
+	@$(call ENVIRONMENT,build demo test) case $$py in /*) ;; *) py=$(CURDIR)/$$py ;; esac && rm -rf $(CHECKED)/flatparam && \
+	"$$py" setup.py --quiet build_py --build-lib $(CHECKED) && \
+	"$$py" setup.py --quiet build_ext --checks --build-lib $(CHECKED) && cd $(CHECKED) && \
+	"$$py" -m pytest -n auto --maxprocesses 5 --capture=sys -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
+		-o "pythonpath=$(CHECKED) tests/support ." $(addprefix $(CURDIR)/tests/,$(CHECKS)) $(ARGS)
 
 cuda-check:
 	@$(call ENVIRONMENT,build) "$$py" setup.py --quiet cuda_check

@@ -7,6 +7,7 @@ torch's BuildExtension compiles C as C++ and gives one set of flags to all sourc
 own. Its options beside the usual ones:
     --strict     warnings are errors (what `make build` uses; an installation never does)
     --sanitize   AddressSanitizer and UndefinedBehaviorSanitizer (what `make asan` uses)
+    --checks     assertions of the runtime's invariants (what `make check-build` uses)
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; FLATPARAM_URL, the project's address, for a release's metadata.
 Where torch is built for CUDA, also CUDA_HOME, CUDA_PATH, TORCH_CUDA_ARCH_LIST; FLATPARAM_CUDA=0: no kernels.
 Objects are kept under build_temp, a folder for each set of options.
@@ -244,13 +245,15 @@ class BuildExtension(build_ext):
         *build_ext.user_options,
         ("strict", None, "treat warnings as errors"),
         ("sanitize", None, "build with AddressSanitizer and UndefinedBehaviorSanitizer"),
+        ("checks", None, "assert the invariants of the runtime's structs"),
     ]
-    boolean_options = [*build_ext.boolean_options, "strict", "sanitize"]
+    boolean_options = [*build_ext.boolean_options, "strict", "sanitize", "checks"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
         self.strict = False
         self.sanitize = False
+        self.checks = False
 
     def run(self) -> None:
         self.set_up()
@@ -274,7 +277,8 @@ class BuildExtension(build_ext):
             raise PlatformError(f"no Python.h in {self.python_include[0]}: install Python's headers (python3-dev)")
         self.torch = torch_settings(Path(self.build_temp) / "torch.json")
         version = self.torch["key"][0]
-        kind = "sanitize" if self.sanitize else "strict" if self.strict else "release"
+        chosen = [name for name in ("sanitize", "checks", "strict") if getattr(self, name)]
+        kind = "-".join(chosen) or "release"
         self.folder = Path(self.build_temp) / f"{kind}-torch{version}"
         self.versions = "\n".join(
             [f"Python {sys.version}", f"torch {version}", *map(compiler_version, (self.cc, self.cxx))]
@@ -310,6 +314,7 @@ class BuildExtension(build_ext):
         else:
             flags = [*C_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
             command, system = [*self.cc, *flags], [] if "/core/" in source else self.python_include
+        command += ["-DFP_CHECK"] if self.checks else []
         command += STRICT if self.strict or self.sanitize else []
         command += SANITIZE if self.sanitize else []
         command += [word for folder in system for word in ("-isystem", folder)]

@@ -11,6 +11,7 @@
  * does not depend on the gradients of this rank (fp_reduce_order.c). */
 #include "runtime/fp_backward.h"
 
+#include "runtime/fp_check.h"
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
@@ -84,6 +85,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
     if (begin_backward(unit) < 0) {
         return -1;
     }
+    fp_unit_check(unit, "pre_backward");
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_buffer_run_after(unit->flat_params[k].flat, began);
     }
@@ -151,7 +153,9 @@ fp_backward_come_to(void *object, uint64_t began)
         return -1;
     }
     const backward_section ours = begin_section(object, "pre_backward");
-    return end_section(ours, before_backward_of(ours.unit, began));
+    const int status = before_backward_of(ours.unit, began);
+    fp_unit_check(ours.unit, "the end of pre_backward");
+    return end_section(ours, status);
 }
 
 /* 1: another flat parameter of the unit will get gradients in this backward, and the group's backend can reduce all in one
@@ -208,6 +212,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         check_accumulated(unit) < 0) {
         return -1;
     }
+    fp_unit_check(unit, "post_backward");
     /* A reentrant checkpoint runs a part of the unit as another graph task: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
     const int reduces = root->synchronize || flat_param->outer_group != NULL; /* nested: in each micro-batch */
@@ -254,7 +259,9 @@ gradients_ready(void *object, int index, fp_gradients *gradients)
         return -1;
     }
     const backward_section ours = begin_section(object, "post_backward");
-    return end_section(ours, gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients));
+    const int status = gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients);
+    fp_unit_check(ours.unit, "the end of post_backward");
+    return end_section(ours, status);
 }
 
 /* A loss uses parameters directly (a penalty on weights), and autograd is about to add to their .grad. Take the
@@ -368,6 +375,7 @@ static int
 finish_step_of(fp_unit *unit)
 {
     fp_root *root = unit->root;
+    fp_unit_check(unit, "the end of backward");
     if (fp_iteration_rest(unit) < 0 || fp_reduction_start_packed(unit) < 0) {
         return -1;
     }
@@ -461,6 +469,7 @@ finish(void *root_pointer, uint64_t ignored)
     }
     if (status == 0) {
         root->in_backward = 0;
+        fp_rest_check(root, "the end of backward");
         status = root->has_secondary_shards ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
     }
     fp_iteration_leave(root);

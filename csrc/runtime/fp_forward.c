@@ -4,6 +4,7 @@
 #include "runtime/fp_forward.h"
 
 #include "runtime/fp_backward.h"
+#include "runtime/fp_check.h"
 #include "runtime/fp_fresh.h"
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
@@ -76,6 +77,7 @@ pre_forward(fp_unit *unit)
     if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0 || (begins && fp_iteration_begin(root) < 0)) {
         return NULL;
     }
+    fp_unit_check(unit, "pre_forward");
     if (unit->depth == 1) {
         unit->began = fp_graph_now();
     }
@@ -194,6 +196,7 @@ static int
 post_forward(fp_unit *unit, PyObject *output)
 {
     fp_root *root = unit->root;
+    fp_unit_check(unit, "post_forward");
     const int is_inner = unit->depth > 1, is_outermost = root->depth == 1;
     int hooked = 0, found = 0;
     if (fp_unshard_take_requires_grad(unit) < 0 || (!is_inner && fp_unshard_take_written_in_forward(unit) < 0)) {
@@ -236,6 +239,7 @@ fp_forward_post(fp_unit *unit, PyObject *output)
     const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
                            ? -1
                            : fp_iteration_move(unit, FP_PASS_END_FORWARD);
+    fp_unit_check(unit, "the end of post_forward");
     fp_iteration_leave(entered);
     fp_range_end(range);
     fp_show_checkpoints(hidden);

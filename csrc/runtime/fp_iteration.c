@@ -5,6 +5,7 @@
 
 #include "core/fp_alloc.h"
 #include "python/fp_gil.h"
+#include "runtime/fp_check.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_fresh.h"
 #include "runtime/fp_trace_py.h"
@@ -238,6 +239,7 @@ fp_iteration_recover(fp_root *root)
     }
     root->closed = 0;
     Py_DECREF(units);
+    fp_rest_check(root, "recover");
     if (first != NULL) {
         PyErr_SetRaisedException(first);
         return -1;
@@ -267,6 +269,7 @@ fp_iteration_begin(fp_root *root)
     if (root->in_backward && fp_iteration_recover(root) < 0) {
         return -1;
     }
+    fp_units_check(root, "the begin of a pass");
     root->pass++;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_begin_pass(PyTuple_GET_ITEM(root->model_traces, i));

@@ -8,6 +8,7 @@
  *
  * Files of the runtime include each other one way. A file in this list includes the files above it, not those below it:
  *     fp_types, fp_flat_param    the structs; one flat parameter
+ *     fp_check                   the invariants of these structs, for `make check-build`
  *     fp_fresh                   does the gathered data have the current values?
  *     fp_unshard, fp_reduction   the gathers and the reductions of one unit
  *     fp_consensus               what ranks tell each other about units

@@ -5,6 +5,7 @@
  * valid for longer. */
 #include "runtime/fp_unshard.h"
 
+#include "runtime/fp_check.h"
 #include "runtime/fp_fresh.h"
 
 int
@@ -295,6 +296,7 @@ start_gather(fp_unit *unit)
     unit->stale = 0;
     unit->suspect = unit->suspect && unit->has_secondary_shard;
     root->gathers += gathered && unit->sharded;
+    fp_unit_check(unit, "start_gather");
     return 0;
 }
 
@@ -363,7 +365,11 @@ fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
     }
     flat_param->gathered = 0;
     const fp_unit_event event = fp_unit_each(unit, is_gathered) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
-    return fp_unshard_move(unit, event) < 0 ? -1 : status; /* -1 too where its gather has failed */
+    if (fp_unshard_move(unit, event) < 0) {
+        return -1;
+    }
+    fp_unit_check(unit, "release");
+    return status; /* -1 where its gather has failed */
 }
 
 int
@@ -401,7 +407,11 @@ fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
     unit->accumulated_steps = steps;
     unit->accumulated_in_no_sync = steps >= 0;
-    return fp_unshard_move(unit, FP_UNIT_KEEP);
+    if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
+        return -1;
+    }
+    fp_unit_check(unit, "keep");
+    return 0;
 }
 
 int

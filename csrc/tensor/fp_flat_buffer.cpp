@@ -2,6 +2,9 @@
 // borrower; see fp_flat_buffer.h.
 #include "tensor/fp_flat_buffer.hpp"
 
+#include <cstdio>
+#include <cstdlib>
+
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -333,5 +336,41 @@ fp_flat_buffer_unsharded(fp_flat_buffer *flat)
 {
     return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->unsharded_data); });
 }
+
+#ifdef FP_CHECK
+
+void
+fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
+{
+    const auto hold = [&](bool holds, const char *condition) {
+        if (!holds) {
+            std::fprintf(stderr, "flatparam: %s: in %s does not hold: %s\n", flat->unit ? fp::name_of(*flat) : "a unit",
+                         where, condition);
+            std::abort();
+        }
+    };
+#define HOLDS(condition) hold(condition, #condition)
+#define IMPLIES(condition, other) hold(!(condition) || (other), #condition " implies " #other)
+    HOLDS(flat->unsharded.defined() == flat->unsharded_data.defined());
+    IMPLIES(flat->data != FP_DATA_SHARDED, flat->unsharded.defined());
+    IMPLIES(flat->work != nullptr, flat->is_under_way());
+    IMPLIES(flat->node != nullptr, flat->unit != nullptr);
+    IMPLIES(flat->has_joined, flat->may_join);
+    IMPLIES(flat->secondary_shard.defined(), flat->param_group != nullptr);
+    IMPLIES(flat->next_secondary_shard.defined(), flat->outer_group != nullptr);
+    IMPLIES(flat->partial_reduce_output.defined(), flat->outer_group != nullptr);
+    IMPLIES(flat->accumulated_grad.defined(), flat->outer_group == nullptr);
+    IMPLIES(flat->host_valid, flat->offloads && flat->host.defined());
+    IMPLIES(flat->host_valid, !flat->accumulated_grad.defined() && !flat->partial_reduce_output.defined());
+    IMPLIES(flat->reload_buffer.defined(), flat->host_valid);
+    IMPLIES(flat->gradient == FP_GRADIENT_NONE || flat->gradient == FP_GRADIENT_PACKED, !flat->reduction);
+    IMPLIES(flat->gradient == FP_GRADIENT_NONE, !flat->reduce_input.defined() && !flat->reduce_slice.defined());
+    IMPLIES(flat->gradient == FP_GRADIENT_PACKED, flat->reduce_input.defined());
+    IMPLIES(flat->seen_version != flat->shown_version, flat->node != nullptr || flat->unsharded.defined());
+#undef HOLDS
+#undef IMPLIES
+}
+
+#endif
 
 } // extern "C"

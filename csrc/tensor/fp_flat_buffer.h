@@ -50,6 +50,8 @@ typedef struct {
 typedef struct fp_flat_buffer fp_flat_buffer;
 /* NULL with ValueError: the numbers or groups of the plan do not fit together. */
 fp_flat_buffer *fp_flat_buffer_new(const fp_flat_buffer_options *options);
+/* In a build with FP_CHECK: print and abort if an invariant does not hold; see runtime/fp_check.h. */
+void fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) FP_NOEXCEPT;
 /* NULL is allowed. A pending collective keeps the memory until it has ended. */
 void fp_flat_buffer_free(fp_flat_buffer *flat);
 

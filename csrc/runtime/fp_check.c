@@ -1,0 +1,119 @@
+/* runtime/fp_check.c -- the invariants of units, of their flat parameters and of the root; see fp_check.h. */
+#include "runtime/fp_check.h"
+
+#ifdef FP_CHECK
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* What a check is about, for its message. */
+typedef struct {
+    const fp_unit *unit; /* NULL: the root */
+    const char *where;
+} subject;
+
+static void
+hold(int holds, const char *condition, int line, subject of)
+{
+    if (!holds) {
+        fprintf(stderr, "flatparam: %s: in %s does not hold: %s (fp_check.c:%d)\n",
+                of.unit == NULL ? "the model" : PyUnicode_AsUTF8(of.unit->name), of.where, condition, line);
+        abort();
+    }
+}
+
+#define HOLDS(condition) hold((condition) != 0, #condition, __LINE__, of)
+#define IMPLIES(condition, other) hold(!(condition) || (other), #condition " implies " #other, __LINE__, of)
+
+void
+fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const char *where)
+{
+    const subject of = {unit, where};
+    const int in_backward = unit->root != NULL && unit->root->in_backward;
+    const int has_accumulated = fp_flat_buffer_has_accumulated(flat_param->flat);
+    fp_flat_buffer_check(flat_param->flat, where);
+    HOLDS(flat_param->attributes.n == flat_param->n);
+    HOLDS(PyTuple_GET_SIZE(flat_param->owners) == (flat_param->params == NULL ? 1 : flat_param->n));
+    HOLDS((flat_param->owner_geometry == flat_param->geometry) == (flat_param->params != NULL));
+    IMPLIES(flat_param->views == NULL, flat_param->shows < FP_SHOWS_VIEWS && !flat_param->gathered);
+    IMPLIES(flat_param->params == NULL, flat_param->shows == FP_SHOWS_NOTHING || flat_param->shows == FP_SHOWS_VIEWS);
+    IMPLIES(flat_param->extended != NULL, flat_param->extension != NULL && flat_param->shows >= FP_SHOWS_VIEWS);
+    IMPLIES(flat_param->shown != FP_SHOWN_REDUCED, has_accumulated);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, flat_param->shard_group == NULL);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, flat_param->shard_group == NULL);
+    IMPLIES(flat_param->deferred_reduced != NULL, flat_param->shown == FP_SHOWN_UNREDUCED);
+    IMPLIES(flat_param->has_secondary_shard, flat_param->is_sharded && unit->has_secondary_shard);
+    IMPLIES(flat_param->outer_group != NULL, flat_param->param_group != NULL);
+    HOLDS(flat_param->is_sharded == (flat_param->shard_group != NULL));
+    HOLDS(flat_param->synced_steps <= fp_optimizer_steps);
+    IMPLIES(flat_param->deferred, in_backward);
+    IMPLIES(flat_param->wanted_accumulated || flat_param->wanted, unit->root->has_secondary_shards);
+}
+
+void
+fp_unit_check(const fp_unit *unit, const char *where)
+{
+    const subject of = {unit, where};
+    const fp_root *root = unit->root;
+    Py_ssize_t gathered = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        fp_flat_param_check(unit, flat_param, where);
+        gathered += flat_param->gathered;
+        HOLDS(unit->sharded == (flat_param->shard_group != NULL));
+        HOLDS(unit->has_secondary_shard == flat_param->has_secondary_shard);
+    }
+    HOLDS((unit->depth > 0) == fp_unit_is_in_forward(unit));
+    HOLDS(unit->pending >= 0);
+    IMPLIES(unit->state == FP_UNIT_SHARDED, gathered == 0);
+    IMPLIES(fp_unit_is_full(unit), gathered == unit->n_flat_params);
+    IMPLIES(unit->state == FP_UNIT_KEPT, unit->accumulated_in_no_sync || unit->for_graph);
+    IMPLIES(unit->for_graph, unit->recorded >= 0);
+    IMPLIES(unit->learned != 0, (unit->learned & ~unit->observed) == 0);
+    if (root == NULL) {
+        return;
+    }
+    HOLDS(unit->gather_pass <= root->pass && unit->entered_pass <= root->pass && unit->stale_pass <= root->pass);
+    HOLDS(unit->recorded <= root->optimizer_steps && unit->gather_steps <= root->optimizer_steps);
+    HOLDS(unit->position < root->n_order);
+    IMPLIES(unit->position >= 0, root->order[unit->position] == unit);
+    IMPLIES(unit->has_secondary_shard, root->has_secondary_shards);
+}
+
+void
+fp_units_check(const fp_root *root, const char *where)
+{
+    const subject of = {NULL, where};
+    Py_ssize_t depth = 0;
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        Py_ssize_t listed = 0;
+        for (Py_ssize_t i = 0; i < root->n_units; i++) {
+            listed += root->reduce_order[i] == root->units[s];
+        }
+        HOLDS(root->units[s]->root == root);
+        HOLDS(listed == 1);
+        fp_unit_check(root->units[s], where);
+        depth += root->units[s]->depth;
+    }
+    HOLDS(root->depth == depth);
+    HOLDS(root->synchronize == (root->blocks == 0));
+    HOLDS(root->n_order <= root->room_order);
+    HOLDS(root->reduce_order_at >= 0 && root->reduce_order_at <= root->n_units);
+    IMPLIES(root->halfway != NULL, root->reducing != NULL && root->halfway != root->reducing);
+    IMPLIES(root->error_unit != NULL, root->error != NULL);
+    IMPLIES(!root->in_backward, root->reducing == NULL && root->exchanges == NULL && root->error == NULL);
+}
+
+void
+fp_rest_check(const fp_root *root, const char *where)
+{
+    const subject of = {NULL, where};
+    fp_units_check(root, where);
+    HOLDS(root->n_order == 0 && root->held <= 1);
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        HOLDS(root->units[s]->position == -1 && root->units[s]->pending == 0);
+        HOLDS(root->units[s]->pass == FP_PASS_IDLE || root->units[s]->depth > 0);
+    }
+}
+
+#endif
