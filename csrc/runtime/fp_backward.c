@@ -30,13 +30,15 @@ begin_backward(fp_unit *unit)
     if (root->in_backward && fp_graph_is_running(root->ref)) {
         return 0;
     }
-    if ((root->in_backward && fp_iteration_recover(root) < 0) || /* the backward before it raised */
-        fp_graph_at_end(root->ref) < 0) {
+    if (root->in_backward && fp_iteration_recover(root) < 0) { /* the backward before it raised */
         return -1;
     }
-    root->in_backward = 1;
-    root->create_graph = fp_graph_grad_enabled();
-    root->retain_graph = fp_graph_is_retained();
+    if (fp_graph_at_end(root->ref) < 0) {
+        return -1;
+    }
+    root->in_backward = fp_graph_grad_enabled()  ? FP_BACKWARD_RECORDS
+                        : fp_graph_is_retained() ? FP_BACKWARD_RETAINS
+                                                 : FP_BACKWARD_FREES;
     root->caller = fp_graph_caller();
     return fp_reduce_order_begin(root);
 }
@@ -65,7 +67,7 @@ static int
 prefetch_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    const Py_ssize_t at = root->has_secondary_shards && root->cursor < unit->position ? root->cursor : unit->position;
+    const Py_ssize_t at = root->reduce_order != NULL && root->cursor < unit->position ? root->cursor : unit->position;
     const Py_ssize_t next = at - 1;
     return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
 }
@@ -100,8 +102,16 @@ before_backward_of(fp_unit *unit, uint64_t began)
         return -1;
     }
     unit->task = task;
-    if (check_accumulated(unit) < 0 || fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
-        fp_reduce_order_start_reload(root) < 0) {
+    if (check_accumulated(unit) < 0) {
+        return -1;
+    }
+    if (fp_unshard_check_unchanged(unit) < 0) {
+        return -1;
+    }
+    if (fp_unshard_make_full(unit) < 0) {
+        return -1;
+    }
+    if (fp_reduce_order_start_reload(root) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -165,12 +175,25 @@ waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *other = &unit->flat_params[k];
-        if (other != flat_param && other->reduce_slot == FP_REDUCE_SLOT_OPEN && !other->untracked &&
+        if (other != flat_param && other->reduce_slot == FP_REDUCE_SLOT_OPEN && !fp_flat_param_is_untracked(other) &&
             fp_flat_buffer_is_reached(other->flat)) {
             return fp_unit_can_join(unit, FP_JOIN_REDUCTIONS);
         }
     }
     return 0;
+}
+
+/* Pack the gradients of a flat parameter, and move its slot. */
+static int
+pack(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients, fp_reduce_slot_event event)
+{
+    if (fp_reduction_finish(unit, flat_param) < 0) { /* a reduction of another graph in this backward */
+        return -1;
+    }
+    if (fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0) {
+        return -1;
+    }
+    return fp_reduce_order_move(unit, flat_param, event);
 }
 
 /* Reduce the gradients of a flat parameter that has no place in the reduce order, together with the others of its unit:
@@ -180,7 +203,10 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     const int first = flat_param->reduce_slot == FP_REDUCE_SLOT_OPEN; /* of this backward */
     const int waits = unit->n_flat_params > 1 && first ? waits_for_others(unit, flat_param) : 0;
-    if (waits < 0 || (!first && fp_reduction_start_packed(unit) < 0)) {
+    if (waits < 0) {
+        return -1;
+    }
+    if (!first && fp_reduction_start_packed(unit) < 0) {
         return -1;
     }
     int is_last = 0; /* of several */
@@ -188,16 +214,15 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
         is_last = is_last || fp_flat_buffer_is_packed(unit->flat_params[k].flat);
     }
     if (!waits && !is_last) {
-        return fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0
-                   ? -1
-                   : fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
+        if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0) {
+            return -1;
+        }
+        return fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
     }
-    return fp_reduction_finish(unit, flat_param) < 0 || /* a reduction of another graph in this backward */
-                   fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0 ||
-                   fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0
-               ? -1
-           : waits ? 0
-                   : fp_reduction_start_packed(unit);
+    if (pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PASS) < 0) {
+        return -1;
+    }
+    return waits ? 0 : fp_reduction_start_packed(unit);
 }
 
 /* The gradients of a flat parameter have come. Free the unsharded data, then one of these:
@@ -208,17 +233,22 @@ static int
 gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     fp_root *root = unit->root;
-    if (begin_backward(unit) < 0 || /* no output had a hook: the loss comes from inside */
-        check_accumulated(unit) < 0) {
+    if (begin_backward(unit) < 0) { /* no output had a hook: the loss comes from inside */
+        return -1;
+    }
+    if (check_accumulated(unit) < 0) {
         return -1;
     }
     fp_unit_check(unit, "post_backward");
     /* A reentrant checkpoint runs a part of the unit as another graph task: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
-    const int reduces = root->synchronize || flat_param->outer_group != NULL; /* nested: in each micro-batch */
-    if ((flat_param->params != NULL &&
-         fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n) < 0) ||
-        fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+    const int reduces =
+        fp_root_synchronizes(root) || flat_param->plan->outer_group != NULL; /* nested: in each micro-batch */
+    if (flat_param->params != NULL &&
+        fp_gradients_drop_frozen(gradients, flat_param->owners.params, flat_param->owners.n) < 0) {
+        return -1;
+    }
+    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }
     if (!more && fp_unshard_pass(unit, flat_param) < 0) {
@@ -232,24 +262,25 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0) {
             return -1;
         }
-        return more && flat_param->reduce_slot != FP_REDUCE_SLOT_PACKED
-                   ? 0
-                   : fp_reduce_order_move(unit, flat_param, more ? FP_REDUCE_SLOT_EXPECT : FP_REDUCE_SLOT_PACK);
+        if (more && flat_param->reduce_slot != FP_REDUCE_SLOT_PACKED) {
+            return 0;
+        }
+        return fp_reduce_order_move(unit, flat_param, more ? FP_REDUCE_SLOT_EXPECT : FP_REDUCE_SLOT_PACK);
     }
     if (fp_reduce_order_has(unit, flat_param)) {
-        return fp_reduction_finish(unit, flat_param) < 0 ||
-                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0 ||
-                       fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PACK) < 0
-                   ? -1
-                   : fp_reduce_order_flush(root, root->cursor);
+        if (pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PACK) < 0) {
+            return -1;
+        }
+        return fp_reduce_order_flush(root, root->cursor);
     }
-    if (!unit->has_secondary_shard) {
+    if (!fp_unit_has_secondary_shard(unit)) {
         return reduce_now(unit, flat_param, gradients);
     }
     if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0) {
         return -1;
     }
-    return fp_reduction_start(unit, flat_param, gradients, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
+    return fp_reduction_start(unit, flat_param, gradients,
+                              fp_root_synchronizes(root) ? FP_REDUCE_ALL : FP_REDUCE_INNER);
 }
 
 static int
@@ -278,10 +309,11 @@ before_accumulation(void *object, int index)
         return -1;
     }
     const backward_section ours = begin_section(unit, "before_accumulation");
-    return end_section(ours, begin_backward(unit) < 0 ||
-                                     fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0
-                                 ? -1
-                                 : 0);
+    int status = begin_backward(unit);
+    if (status == 0) {
+        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name));
+    }
+    return end_section(ours, status);
 }
 
 /* Where nothing is sharded, a parameter can be used outside of its unit's forward (a layer that reads the weight of
@@ -295,8 +327,7 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     if (unit->root == NULL) {
         return 0;
     }
-    const int hooks =
-        check_may_begin_section(unit) < 0 ? -1 : fp_graph_has_hooks(PyTuple_GET_ITEM(flat_param->owners, i));
+    const int hooks = check_may_begin_section(unit) < 0 ? -1 : fp_graph_has_hooks(flat_param->owners.params[i]);
     if (hooks > 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameter `%U` has hooks, and is used outside of the forward of its unit, so they would be "
@@ -308,11 +339,14 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
         return -1;
     }
     const backward_section ours = begin_section(unit, "param_gradient");
-    return end_section(ours, begin_backward(unit) < 0 ||
-                                     fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ||
-                                     fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0
-                                 ? -1
-                                 : 1);
+    int status = begin_backward(unit);
+    if (status == 0) {
+        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name));
+    }
+    if (status == 0) {
+        status = fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard);
+    }
+    return end_section(ours, status < 0 ? -1 : 1);
 }
 
 /* The gradients of a forward's inputs are there, so this forward needs its frozen parameters no more. With the last such
@@ -332,7 +366,7 @@ inputs_done(void *object, int64_t when)
     int status = 0;
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (flat_param->untracked) {
+        if (fp_flat_param_is_untracked(flat_param)) {
             status =
                 fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
         }
@@ -346,16 +380,15 @@ inputs_done(void *object, int64_t when)
 static int
 takes_from_outside(const fp_flat_param *flat_param)
 {
-    return flat_param->params != NULL && !flat_param->is_sharded &&
-           (flat_param->shard_group != NULL || flat_param->replicate_group != NULL);
+    return flat_param->params != NULL && flat_param->plan->shards == 1 && flat_param->plan->replicate_group != NULL;
 }
 
 /* Put hooks on the owners of flat parameter k. takes: param_gradient() may take their gradients. */
 static int
 watch(const fp_unit *unit, Py_ssize_t k, int takes)
 {
-    PyObject *owners = unit->flat_params[k].owners;
-    return fp_graph_watch(fp_items(owners), PyTuple_GET_SIZE(owners), unit->ref, (int)k, takes);
+    const fp_param_pieces *owners = &unit->flat_params[k].owners;
+    return fp_graph_watch(owners->params, owners->n, unit->ref, (int)k, takes);
 }
 
 int
@@ -384,14 +417,16 @@ finish_step_of(fp_unit *unit)
         if (fp_reduction_finish(unit, flat_param) < 0) {
             return -1;
         }
-        if (root->synchronize && fp_flat_buffer_has_accumulated(flat_param->flat)) { /* from earlier micro-batches */
+        if (fp_root_synchronizes(root) &&
+            fp_flat_buffer_has_accumulated(flat_param->flat)) { /* from earlier micro-batches */
             if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
                 return -1;
             }
             flat_param->deferred = fp_flat_buffer_has_accumulated(flat_param->flat);
         }
         if (flat_param->deferred &&
-            (fp_reduction_start(unit, flat_param, NULL, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0 ||
+            (fp_reduction_start(unit, flat_param, NULL, fp_root_synchronizes(root) ? FP_REDUCE_ALL : FP_REDUCE_INNER) <
+                 0 ||
              fp_reduction_finish(unit, flat_param) < 0)) {
             return -1;
         }
@@ -407,7 +442,7 @@ finish_step_of(fp_unit *unit)
     const int in_forward = fp_unit_is_in_forward(unit); /* that forward has called this backward, and goes on */
     unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
     unit->recorded = unit->for_graph ? root->optimizer_steps : unit->recorded;
-    const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
+    const int in_no_sync = !fp_root_synchronizes(root) && !unit->reshard_after_forward;
     if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
         if (fp_unshard_keep(unit, in_no_sync ? fp_optimizer_steps : -1) < 0) {
             return -1;
@@ -416,10 +451,10 @@ finish_step_of(fp_unit *unit)
     else if (unit->state != FP_UNIT_SHARDED && !in_forward && fp_unshard_release(unit) < 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* an optimizer steps next */
+    for (Py_ssize_t k = 0; fp_root_synchronizes(root) && k < unit->n_flat_params; k++) { /* an optimizer steps next */
         const fp_flat_param *flat_param =
             &unit->flat_params[k]; /* an optimizer may write to its shard without torch counting it */
-        if (flat_param->has_secondary_shard && !flat_param->untracked &&
+        if (fp_flat_param_has_secondary_shard(flat_param) && !fp_flat_param_is_untracked(flat_param) &&
             fp_flat_buffer_forget_values(flat_param->flat) < 0) {
             return -1;
         }
@@ -460,7 +495,7 @@ finish(void *root_pointer, uint64_t ignored)
     const int begun = fp_reduce_order_end(root) < 0 || fp_reduction_start_halves(root) < 0 ? -1 : 0;
     int status = begun < 0 ? -1 : fp_root_each(root, finish_step);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
-        fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !root->synchronize);
+        fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !fp_root_synchronizes(root));
     }
     root->n_order = 0;
     root->reducing = root->halfway = NULL;
@@ -468,9 +503,9 @@ finish(void *root_pointer, uint64_t ignored)
         status = fp_iteration_wait_until_read(root); /* else the recovery does */
     }
     if (status == 0) {
-        root->in_backward = 0;
+        root->in_backward = FP_BACKWARD_NONE;
         fp_rest_check(root, "the end of backward");
-        status = root->has_secondary_shards ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
+        status = root->reduce_order != NULL ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
     }
     fp_iteration_leave(root);
     return status;

@@ -32,22 +32,20 @@ fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const 
     const int in_backward = unit->root != NULL && unit->root->in_backward;
     const int has_accumulated = fp_flat_buffer_has_accumulated(flat_param->flat);
     fp_flat_buffer_check(flat_param->flat, where);
-    HOLDS(flat_param->attributes.n == flat_param->n);
-    HOLDS(PyTuple_GET_SIZE(flat_param->owners) == (flat_param->params == NULL ? 1 : flat_param->n));
-    HOLDS((flat_param->owner_geometry == flat_param->geometry) == (flat_param->params != NULL));
+    HOLDS(flat_param->owners.n == (flat_param->params == NULL ? 1 : flat_param->attributes.n));
+    HOLDS((flat_param->owners.geometry == flat_param->geometry) == (flat_param->params != NULL));
     IMPLIES(flat_param->views == NULL, flat_param->shows < FP_SHOWS_VIEWS && !flat_param->gathered);
     IMPLIES(flat_param->params == NULL, flat_param->shows == FP_SHOWS_NOTHING || flat_param->shows == FP_SHOWS_VIEWS);
     IMPLIES(flat_param->extended != NULL, flat_param->extension != NULL && flat_param->shows >= FP_SHOWS_VIEWS);
     IMPLIES(flat_param->shown != FP_SHOWN_REDUCED, has_accumulated);
-    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, flat_param->shard_group == NULL);
-    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, flat_param->shard_group == NULL);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, flat_param->plan->shard_group == NULL);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, flat_param->plan->shard_group == NULL);
     IMPLIES(flat_param->deferred_reduced != NULL, flat_param->shown == FP_SHOWN_UNREDUCED);
-    IMPLIES(flat_param->has_secondary_shard, flat_param->is_sharded && unit->has_secondary_shard);
-    IMPLIES(flat_param->outer_group != NULL, flat_param->param_group != NULL);
-    HOLDS(flat_param->is_sharded == (flat_param->shard_group != NULL));
+    IMPLIES(flat_param->plan->outer_group != NULL, flat_param->plan->param_group != NULL);
+    HOLDS((flat_param->plan->shards > 1) == (flat_param->plan->shard_group != NULL));
     HOLDS(flat_param->synced_steps <= fp_optimizer_steps);
     IMPLIES(flat_param->deferred, in_backward);
-    IMPLIES(flat_param->wanted_accumulated || flat_param->wanted, unit->root->has_secondary_shards);
+    IMPLIES(flat_param->wanted != 0, unit->root->reduce_order != NULL);
 }
 
 void
@@ -60,8 +58,8 @@ fp_unit_check(const fp_unit *unit, const char *where)
         const fp_flat_param *flat_param = &unit->flat_params[k];
         fp_flat_param_check(unit, flat_param, where);
         gathered += flat_param->gathered;
-        HOLDS(unit->sharded == (flat_param->shard_group != NULL));
-        HOLDS(unit->has_secondary_shard == flat_param->has_secondary_shard);
+        HOLDS(fp_unit_is_sharded(unit) == (flat_param->plan->shard_group != NULL));
+        HOLDS(fp_unit_has_secondary_shard(unit) == fp_flat_param_has_secondary_shard(flat_param));
     }
     HOLDS((unit->depth > 0) == fp_unit_is_in_forward(unit));
     HOLDS(unit->pending >= 0);
@@ -69,7 +67,7 @@ fp_unit_check(const fp_unit *unit, const char *where)
     IMPLIES(fp_unit_is_full(unit), gathered == unit->n_flat_params);
     IMPLIES(unit->state == FP_UNIT_KEPT, unit->accumulated_in_no_sync || unit->for_graph);
     IMPLIES(unit->for_graph, unit->recorded >= 0);
-    IMPLIES(unit->learned != 0, (unit->learned & ~unit->observed) == 0);
+    HOLDS((unit->ahead >> 2 & FP_AHEAD_OBSERVED & ~unit->ahead) == 0); /* what is learned was observed */
     if (root == NULL) {
         return;
     }
@@ -77,7 +75,7 @@ fp_unit_check(const fp_unit *unit, const char *where)
     HOLDS(unit->recorded <= root->optimizer_steps && unit->gather_steps <= root->optimizer_steps);
     HOLDS(unit->position < root->n_order);
     IMPLIES(unit->position >= 0, root->order[unit->position] == unit);
-    IMPLIES(unit->has_secondary_shard, root->has_secondary_shards);
+    IMPLIES(fp_unit_has_secondary_shard(unit), root->reduce_order != NULL);
 }
 
 void
@@ -88,7 +86,7 @@ fp_units_check(const fp_root *root, const char *where)
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         Py_ssize_t listed = 0;
         for (Py_ssize_t i = 0; i < root->n_units; i++) {
-            listed += root->reduce_order[i] == root->units[s];
+            listed += root->reduce_order == NULL ? i == s : root->reduce_order[i] == root->units[s];
         }
         HOLDS(root->units[s]->root == root);
         HOLDS(listed == 1);
@@ -96,7 +94,7 @@ fp_units_check(const fp_root *root, const char *where)
         depth += root->units[s]->depth;
     }
     HOLDS(root->depth == depth);
-    HOLDS(root->synchronize == (root->blocks == 0));
+    HOLDS(root->blocks >= 0);
     HOLDS(root->n_order <= root->room_order);
     HOLDS(root->reduce_order_at >= 0 && root->reduce_order_at <= root->n_units);
     IMPLIES(root->halfway != NULL, root->reducing != NULL && root->halfway != root->reducing);

@@ -26,7 +26,7 @@ free_exchanges(fp_exchange *exchanges, Py_ssize_t n)
 static fp_group *
 group_of(const fp_unit *unit)
 {
-    return unit->flat_params[0].shard_group;
+    return unit->flat_params[0].plan->shard_group;
 }
 
 /* New exchanges, one for each group over which units with is_in(unit) are sharded. Units stay in the order in which they
@@ -150,7 +150,7 @@ hear_old(fp_unit *unit, int any)
 static int
 ask_learned(fp_unit *unit)
 {
-    return unit->saw_writes;
+    return (unit->ahead & FP_AHEAD_SAW_WRITES) != 0;
 }
 
 static const question old = {fp_fresh_is_asked, ask_old, hear_old};
@@ -228,7 +228,7 @@ fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 static Py_ssize_t
 n_owners(const fp_flat_param *flat_param)
 {
-    return flat_param->outer_group == NULL ? 0 : PyTuple_GET_SIZE(flat_param->owners);
+    return flat_param->plan->outer_group == NULL ? 0 : flat_param->owners.n;
 }
 
 /* Fill the flags of one exchange, and start it. hear() reads them in the same order. */
@@ -265,20 +265,20 @@ tell(const fp_root *root, fp_exchange *exchange)
 static int
 keeps_copy(const fp_unit *unit)
 {
-    return unit->has_secondary_shard;
+    return fp_unit_has_secondary_shard(unit);
 }
 
 /* Also in no_sync: gradients of nested units are reduced over param_group in each micro-batch. */
 static int
 is_nested(const fp_unit *unit)
 {
-    return unit->has_secondary_shard && unit->flat_params[0].outer_group != NULL;
+    return fp_unit_has_secondary_shard(unit) && unit->flat_params[0].plan->outer_group != NULL;
 }
 
 int
 fp_consensus_on_gradients(fp_root *root)
 {
-    root->exchanges = make_exchanges(root, root->synchronize ? keeps_copy : is_nested, &root->n_exchanges);
+    root->exchanges = make_exchanges(root, fp_root_synchronizes(root) ? keeps_copy : is_nested, &root->n_exchanges);
     int status = root->exchanges == NULL ? -1 : 0;
     for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
         status = tell(root, &root->exchanges[g]);
@@ -300,14 +300,16 @@ hear(fp_exchange *exchange)
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         for (Py_ssize_t k = 0; k < exchange->units[i]->n_flat_params; k++) {
             fp_flat_param *flat_param = &exchange->units[i]->flat_params[k];
-            flat_param->wanted = *flag++ != 0;
-            flat_param->wanted_accumulated = *flag++ != 0;
-            if (flat_param->outer_group != NULL) {
+            flat_param->wanted = *flag++ != 0 ? FP_WANTED_GRADIENT : 0;
+            flat_param->wanted |= *flag++ != 0 ? FP_WANTED_ACCUMULATED : 0;
+            if (flat_param->plan->outer_group != NULL) {
                 const int left = fp_flat_param_clear_accumulated(flat_param, flag);
                 if (left < 0) {
                     return -1;
                 }
-                flat_param->wanted_accumulated = flat_param->wanted_accumulated && left;
+                if (!left) {
+                    flat_param->wanted &= ~(unsigned)FP_WANTED_ACCUMULATED;
+                }
             }
             flag += n_owners(flat_param);
         }

@@ -16,7 +16,7 @@ int fp_consensus_before_forward(fp_root *root);
 
 /* A backward begins: start to tell which units with a secondary shard get a gradient on this rank. Does not wait. */
 int fp_consensus_on_gradients(fp_root *root);
-/* Wait for that. From here on wanted and wanted_accumulated of each flat parameter are valid, and gradients that users have
+/* Wait for that. From here on wanted of each flat parameter is valid, and gradients that users have
  * cleared on other ranks are cleared here. A second call does nothing. */
 int fp_consensus_read(fp_root *root);
 /* The backward ends: read, raise the error that this rank or another one has noted, and drop the exchanges. */

@@ -1,20 +1,26 @@
 /* runtime/fp_flat_param.c -- one flat parameter: the attributes of its modules, .grad of its owners; see fp_flat_param.h. */
 #include "runtime/fp_flat_param.h"
 
+#include <string.h>
+
 #include "core/fp_alloc.h"
 #include "tensor/fp_shards.h"
 
 int64_t fp_flat_param_not_steppable;
 
-/* The owners and their pieces of the shard, borrowed. */
-static fp_param_pieces
-owners_of(const fp_flat_param *flat_param)
+/* Nested: this rank's accumulated gradient is a range of the unsharded one. Its first element in that. */
+static int64_t
+accumulated_first(const fp_flat_param *flat_param)
 {
-    return (fp_param_pieces){.params = fp_items(flat_param->owners),
-                             .n = PyTuple_GET_SIZE(flat_param->owners),
-                             .geometry = flat_param->owner_geometry,
-                             .starts = flat_param->starts,
-                             .numels = flat_param->numels};
+    const fp_flat_buffer_plan *plan = flat_param->plan;
+    return plan->param_rank * (plan->shards / plan->param_shards * plan->shard_numel);
+}
+
+/* The first element of this rank's shard in that range. */
+static int64_t
+own_first(const fp_flat_param *flat_param)
+{
+    return flat_param->plan->rank * flat_param->plan->shard_numel - accumulated_first(flat_param);
 }
 
 /* ---- what modules and .grad show ---- */
@@ -47,7 +53,7 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
-    if (flat_param->shard_group != NULL || flat_param->deferred_reduced != NULL) {
+    if (flat_param->plan->shard_group != NULL || flat_param->deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
     return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
@@ -65,11 +71,11 @@ extend_views(fp_flat_param *flat_param)
 {
     PyObject *made = PyObject_CallOneArg(flat_param->extension, flat_param->views);
     int status = made == NULL ? -1 : 0;
-    if (status == 0 && (!PyTuple_Check(made) || PyTuple_GET_SIZE(made) != flat_param->n)) {
-        PyErr_Format(PyExc_TypeError, "expected an extension to give a tuple of %zd tensors", flat_param->n);
+    if (status == 0 && (!PyTuple_Check(made) || PyTuple_GET_SIZE(made) != flat_param->attributes.n)) {
+        PyErr_Format(PyExc_TypeError, "expected an extension to give a tuple of %zd tensors", flat_param->attributes.n);
         status = -1;
     }
-    for (Py_ssize_t i = 0; status == 0 && i < flat_param->n; i++) {
+    for (Py_ssize_t i = 0; status == 0 && i < flat_param->attributes.n; i++) {
         status = fp_attributes_check(PyTuple_GET_ITEM(made, i), 0);
     }
     if (status < 0) {
@@ -138,7 +144,7 @@ fp_flat_param_show_params(fp_flat_param *flat_param)
 int64_t
 fp_flat_param_versions(const fp_flat_param *flat_param)
 {
-    return fp_param_versions(fp_items(flat_param->owners), flat_param->numels, PyTuple_GET_SIZE(flat_param->owners)) +
+    return fp_param_versions(flat_param->owners.params, flat_param->owners.numels, flat_param->owners.n) +
            fp_param_versions(&flat_param->shard, NULL, 1) + fp_flat_buffer_sources(flat_param->flat, flat_param->shard);
 }
 
@@ -146,10 +152,10 @@ int
 fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param)
 {
     int untracked = 1;
-    for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        untracked = !fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i));
+    for (Py_ssize_t i = 0; untracked && i < flat_param->owners.n; i++) {
+        untracked = !fp_param_requires_grad(flat_param->owners.params[i]);
     }
-    return untracked == flat_param->untracked;
+    return untracked == fp_flat_param_is_untracked(flat_param);
 }
 
 int
@@ -166,17 +172,17 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
         return 0;
     }
     const Py_ssize_t moved = fp_flat_param_find_moved(flat_param);
-    return moved < 0 ? -1 : moved == flat_param->n;
+    return moved < 0 ? -1 : moved == flat_param->attributes.n;
 }
 
 PyObject *
 fp_flat_param_of_view(const fp_flat_param *flat_param, PyObject *view)
 {
     PyObject *values = fp_flat_param_attributes(flat_param);
-    if (values == NULL || flat_param->params == NULL || flat_param->untracked) {
+    if (values == NULL || flat_param->params == NULL || fp_flat_param_is_untracked(flat_param)) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < flat_param->n; i++) {
+    for (Py_ssize_t i = 0; i < flat_param->attributes.n; i++) {
         if (PyTuple_GET_ITEM(values, i) == view) {
             return PyTuple_GET_ITEM(flat_param->params, i);
         }
@@ -187,7 +193,7 @@ fp_flat_param_of_view(const fp_flat_param *flat_param, PyObject *view)
 int
 fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name)
 {
-    for (Py_ssize_t i = 0; flat_param->untracked && flat_param->views != NULL && i < flat_param->n; i++) {
+    for (Py_ssize_t i = 0; fp_flat_param_is_untracked(flat_param) && i < flat_param->attributes.n; i++) {
         PyObject *owner = flat_param->params == NULL ? NULL : PyTuple_GET_ITEM(flat_param->params, i);
         const int taken = fp_param_take_requires_grad(PyTuple_GET_ITEM(fp_flat_param_attributes(flat_param), i), owner);
         if (taken < 0) {
@@ -211,7 +217,7 @@ Py_ssize_t
 fp_flat_param_find_other(fp_flat_param *flat_param)
 {
     if (flat_param->shows == FP_SHOWS_NOTHING) {
-        return flat_param->n;
+        return flat_param->attributes.n;
     }
     const int is_parameter = flat_param->shows == FP_SHOWS_PARAMS;
     PyObject *values = is_parameter ? flat_param->params : fp_flat_param_attributes(flat_param);
@@ -231,8 +237,7 @@ Py_ssize_t
 fp_flat_param_find_moved(fp_flat_param *flat_param)
 {
     if (flat_param->params != NULL) {
-        const fp_param_pieces owners = owners_of(flat_param); /* the owners are the original parameters */
-        const Py_ssize_t moved = fp_param_moved(&owners, flat_param->shard);
+        const Py_ssize_t moved = fp_param_moved(&flat_param->owners, flat_param->shard);
         if (moved >= 0) {
             return moved;
         }
@@ -246,8 +251,8 @@ fp_flat_param_alias(fp_flat_param *flat_param)
     if (flat_param->params == NULL) {
         return 0;
     }
-    const fp_param_pieces owners = owners_of(flat_param);
-    return fp_torch_set_shards(&owners, flat_param->shard, flat_param->in_rows, flat_param->is_sharded);
+    return fp_torch_set_shards(&flat_param->owners, flat_param->shard, flat_param->in_rows,
+                               flat_param->plan->shards > 1);
 }
 
 int
@@ -259,7 +264,7 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
     PyObject *views = Py_NewRef(flat_param->views);
     Py_ssize_t misfit;
     int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->shard, fp_items(views), &misfit);
-    if (status >= 0 && misfit == flat_param->n) {
+    if (status >= 0 && misfit == flat_param->attributes.n) {
         PyErr_Format(PyExc_RuntimeError,
                      "%U: a parameter was changed in place at a time when the module's tensors are out of date, so the "
                      "change is dropped: write to it inside summon_full_params()",
@@ -281,22 +286,22 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
 int
 fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param)
 {
-    if (flat_param->params == NULL || i < 0 || i >= flat_param->n) {
+    if (flat_param->params == NULL || i < 0 || i >= flat_param->attributes.n) {
         PyErr_SetString(PyExc_IndexError, "there is no such parameter");
         return -1;
     }
     if (fp_attributes_check(param, 1) < 0) {
         return -1;
     }
-    PyObject *params = PyTuple_New(flat_param->n);
-    for (Py_ssize_t k = 0; params != NULL && k < flat_param->n; k++) {
+    PyObject *params = PyTuple_New(flat_param->attributes.n);
+    for (Py_ssize_t k = 0; params != NULL && k < flat_param->attributes.n; k++) {
         PyTuple_SET_ITEM(params, k, Py_NewRef(k == i ? param : PyTuple_GET_ITEM(flat_param->params, k)));
     }
     if (params == NULL) {
         return -1;
     }
     Py_SETREF(flat_param->params, params);
-    Py_SETREF(flat_param->owners, Py_NewRef(params));
+    flat_param->owners.params = fp_items(params);
     flat_param->versions = flat_param->synced = -1;
     return 0;
 }
@@ -304,8 +309,8 @@ fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param)
 static int
 clear_grads(fp_flat_param *flat_param)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        if (fp_gradients_set(PyTuple_GET_ITEM(flat_param->owners, i), NULL) < 0) {
+    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
+        if (fp_gradients_set(flat_param->owners.params[i], NULL) < 0) {
             return -1;
         }
     }
@@ -321,9 +326,8 @@ show_deferred_reduced(fp_flat_param *flat_param)
         return 0;
     }
     flat_param->deferred_reduced = NULL;
-    const fp_param_pieces owners = owners_of(flat_param);
     const fp_reduced reduced = {.tensor = deferred_reduced, .divisor = 1.0, .dtype = -1};
-    const int status = fp_gradients_add_pieces(&owners, flat_param->in_deferred_reduced, &reduced, NULL);
+    const int status = fp_gradients_add_pieces(&flat_param->owners, flat_param->in_deferred_reduced, &reduced, NULL);
     Py_DECREF(deferred_reduced);
     return status;
 }
@@ -350,14 +354,13 @@ static const char written_in_place[] =
 int
 fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
 {
-    const fp_param_pieces owners = owners_of(flat_param);
-    const Py_ssize_t i = fp_gradients_find_freed(&owners);
-    if (i < owners.n) {
+    const Py_ssize_t i = fp_gradients_find_freed(&flat_param->owners);
+    if (i < flat_param->owners.n) {
         refuse_gradient(flat_param, i, name,
                         "has no memory for its elements: its storage was freed or resized outside of flatparam, and "
                         "its values are lost. Set .grad to None instead, and leave storages as they are");
     }
-    return i < owners.n ? -1 : 0;
+    return i < flat_param->owners.n ? -1 : 0;
 }
 
 /* Read the user's edits of the accumulated gradient that .grad shows. The number of owners that still have a part of it; -1:
@@ -372,18 +375,17 @@ read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (accumulated == NULL) {
         return -1;
     }
-    const fp_param_pieces owners = owners_of(flat_param);
     const fp_put_aside aside = {.tensor = &flat_param->deferred_reduced,
                                 .like = flat_param->shard,
                                 .has = flat_param->in_deferred_reduced,
                                 .frozen_share = flat_param->frozen_share};
     Py_ssize_t left;
-    if (flat_param->outer_group == NULL) {
-        left = fp_gradients_check_accumulated(&owners, accumulated, aside, drops_zeros);
+    if (flat_param->plan->outer_group == NULL) {
+        left = fp_gradients_check_accumulated(&flat_param->owners, accumulated, aside, drops_zeros);
     }
     else {
-        left = fp_gradients_check_pieces(&owners, accumulated, aside, flat_param->accumulated_first, flat_param->own,
-                                         name, flat_param->cleared);
+        left = fp_gradients_check_pieces(&flat_param->owners, accumulated, aside, accumulated_first(flat_param),
+                                         own_first(flat_param), name, flat_param->cleared);
     }
     Py_DECREF(accumulated);
     return left;
@@ -424,18 +426,33 @@ fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name)
     return read_accumulated(flat_param, name, 0);
 }
 
+/* New array [owners.n], which the caller frees: 1 for an owner that gets a piece of a gradient, as it trains or has a frozen
+ * share. NULL with MemoryError. */
+static char *
+receivers_of(const fp_flat_param *flat_param)
+{
+    const fp_param_pieces *owners = &flat_param->owners;
+    char *receives = fp_new_array(owners->n, 1);
+    for (Py_ssize_t i = 0; receives != NULL && i < owners->n; i++) {
+        receives[i] = (char)(flat_param->frozen_share[i] || fp_param_requires_grad(owners->params[i]));
+    }
+    return receives;
+}
+
 int
 fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name)
 {
     if (fp_flat_param_check_grads(flat_param, name) < 0) {
         return -1;
     }
-    const fp_param_pieces owners = owners_of(flat_param);
-    for (Py_ssize_t i = 0; i < owners.n; i++) {
-        flat_param->receives[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->frozen_share[i]);
-        flat_param->frozen_share[i] = 0;
+    char *receives = receivers_of(flat_param);
+    if (receives == NULL) {
+        return -1;
     }
-    return fp_gradients_add_pieces(&owners, flat_param->receives, reduced, name);
+    memset(flat_param->frozen_share, 0, (size_t)flat_param->owners.n);
+    const int status = fp_gradients_add_pieces(&flat_param->owners, receives, reduced, name);
+    fp_free(receives);
+    return status;
 }
 
 int
@@ -444,13 +461,13 @@ fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleare
     Py_ssize_t left = 0;
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
     int status = accumulated == NULL ? -1 : 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
+    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
         flat_param->cleared[i] = 0;
-        left += (fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i)) || flat_param->frozen_share[i]) &&
-                cleared[i] == 0;
+        left +=
+            (fp_param_requires_grad(flat_param->owners.params[i]) || flat_param->frozen_share[i]) && cleared[i] == 0;
         if (status == 0 && accumulated != Py_None && cleared[i] != 0) {
-            status = fp_gradients_clear_accumulated(flat_param->owner_geometry, i, accumulated,
-                                                    flat_param->accumulated_first);
+            status = fp_gradients_clear_accumulated(flat_param->owners.geometry, i, accumulated,
+                                                    accumulated_first(flat_param));
         }
     }
     Py_XDECREF(accumulated);
@@ -467,7 +484,7 @@ fp_flat_param_drop_accumulated(fp_flat_param *flat_param)
         PyErr_Clear(); /* the edits of a dropped gradient do not matter */
     }
     fp_flat_buffer_drop_grads(flat_param->flat, 1);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
+    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
         flat_param->frozen_share[i] = 0;
     }
 }
@@ -479,7 +496,7 @@ fp_flat_param_set_accumulated(fp_flat_param *flat_param, PyObject *accumulated, 
     if (accumulated != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, accumulated) < 0) {
         return -1;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
+    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
         flat_param->frozen_share[i] = accumulated != Py_None && PyTuple_GET_ITEM(frozen_share, i) == Py_True;
     }
     return 0;
@@ -497,38 +514,56 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int 
     return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_accumulated(flat_param, name) : 0;
 }
 
+/* Put the reduced gradient that .grad shows aside: deferred_reduced. accumulated: the accumulated gradient, which takes it
+ * where no group would reduce it. */
+static int
+defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
+{
+    const fp_param_pieces *owners = &flat_param->owners;
+    PyObject *reduced = fp_gradients_collect(owners, flat_param->shard, flat_param->in_deferred_reduced);
+    if (reduced == NULL) {
+        return -1;
+    }
+    if (reduced == Py_None) {
+        Py_CLEAR(reduced);
+    }
+    Py_XSETREF(flat_param->deferred_reduced, reduced); /* an earlier call that failed may have left one */
+    if (reduced == NULL) {
+        return 0;
+    }
+    if (flat_param->plan->shard_group == NULL && flat_param->plan->replicate_group == NULL) {
+        const int status = fp_torch_convert(accumulated, reduced, 1);
+        Py_CLEAR(flat_param->deferred_reduced);
+        for (Py_ssize_t i = 0; i < owners->n; i++) {
+            flat_param->frozen_share[i] = (char)(flat_param->frozen_share[i] || flat_param->in_deferred_reduced[i]);
+        }
+        return status;
+    }
+    if (fp_flat_buffer_wait_copies(flat_param->flat) < 0) {
+        return -1;
+    }
+    return fp_gradients_mark_zeros(accumulated);
+}
+
 int
 fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
 {
-    PyObject *accumulated =
-        fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
+    if (fp_flat_param_check_grads(flat_param, name) < 0) {
+        return -1;
+    }
+    PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (accumulated == NULL) {
         return -1;
     }
-    const fp_param_pieces owners = owners_of(flat_param);
-    PyObject *deferred_reduced = fp_gradients_collect(&owners, flat_param->shard, flat_param->in_deferred_reduced);
-    int status = deferred_reduced == NULL ? -1 : 0;
-    if (deferred_reduced == Py_None) {
-        Py_CLEAR(deferred_reduced);
+    int status = defer_reduced(flat_param, accumulated);
+    char *receives = status < 0 ? NULL : receivers_of(flat_param);
+    if (receives != NULL) {
+        const int64_t own = flat_param->plan->outer_group == NULL ? -1 : own_first(flat_param);
+        status = fp_gradients_show_accumulated(&flat_param->owners, receives, accumulated, own);
+        fp_free(receives);
     }
-    Py_XSETREF(flat_param->deferred_reduced, deferred_reduced); /* an earlier call that failed may have left one */
-    if (status == 0 && deferred_reduced != NULL && flat_param->shard_group == NULL &&
-        flat_param->replicate_group == NULL) {
-        status = fp_torch_convert(accumulated, deferred_reduced, 1); /* no group will reduce it */
-        Py_CLEAR(flat_param->deferred_reduced);
-        for (Py_ssize_t i = 0; i < owners.n; i++) {
-            flat_param->frozen_share[i] = (char)(flat_param->frozen_share[i] || flat_param->in_deferred_reduced[i]);
-        }
-    }
-    for (Py_ssize_t i = 0; i < owners.n; i++) {
-        flat_param->receives[i] = (char)(flat_param->frozen_share[i] || fp_param_requires_grad(owners.params[i]));
-    }
-    if (status == 0 && flat_param->deferred_reduced != NULL) {
-        status = fp_flat_buffer_wait_copies(flat_param->flat) < 0 ? -1 : fp_gradients_mark_zeros(accumulated);
-    }
-    if (status == 0) {
-        const int64_t own = flat_param->outer_group == NULL ? -1 : flat_param->own;
-        status = fp_gradients_show_accumulated(&owners, flat_param->receives, accumulated, own);
+    else {
+        status = -1;
     }
     Py_DECREF(accumulated);
     return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);
@@ -547,19 +582,14 @@ fp_flat_param_free(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->extension);
     Py_CLEAR(flat_param->dress);
     Py_CLEAR(flat_param->extended);
-    Py_CLEAR(flat_param->owners);
     Py_CLEAR(flat_param->deferred_reduced);
     fp_attributes_free(&flat_param->attributes);
     fp_flat_buffer_free(flat_param->flat);
-    fp_group_free(flat_param->shard_group);
-    fp_group_free(flat_param->replicate_group);
-    fp_group_free(flat_param->param_group);
-    fp_group_free(flat_param->outer_group);
-    if (flat_param->owner_geometry != flat_param->geometry) {
-        fp_torch_geometry_free(flat_param->owner_geometry);
+    if (flat_param->owners.geometry != flat_param->geometry) {
+        fp_torch_geometry_free((fp_geometry *)flat_param->owners.geometry);
     }
     fp_torch_geometry_free(flat_param->geometry);
-    fp_free(flat_param->starts);
+    fp_free((void *)flat_param->owners.starts);
     fp_free(flat_param->cleared);
 }
 
@@ -572,7 +602,6 @@ fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
     Py_VISIT(flat_param->extension);
     Py_VISIT(flat_param->dress);
     Py_VISIT(flat_param->extended);
-    Py_VISIT(flat_param->owners);
     Py_VISIT(flat_param->deferred_reduced);
     return fp_attributes_traverse(&flat_param->attributes, visit, arg);
 }

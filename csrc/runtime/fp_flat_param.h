@@ -32,41 +32,39 @@ enum {
     FP_SHOWS_BOTH = 3     /* views; the original parameters are listed, so that zero_grad() finds them */
 };
 
+enum {
+    FP_WANTED_GRADIENT = 1,    /* some rank gets a gradient in this backward */
+    FP_WANTED_ACCUMULATED = 2, /* some rank has an accumulated one from before */
+};
+
 typedef struct {
     /* Owned. fp_flat_param_read() sets all of them but views and extended. */
-    fp_attributes attributes;    /* the modules and names of the n parameters */
-    Py_ssize_t n;                /* original parameters */
-    fp_geometry *geometry;       /* their places in the unsharded flat parameter */
-    fp_geometry *owner_geometry; /* the owners' places; the same object if the owners are the original parameters */
-    /* NULL if that group is not used: each rank has the whole; there is no replica; no secondary shard; not nested. */
-    fp_group *shard_group, *replicate_group, *param_group, *outer_group;
+    fp_attributes attributes; /* the modules and names of the n original parameters */
+    fp_geometry *geometry;    /* their places in the unsharded flat parameter */
+    /* The owners: their places (geometry, if they are the original parameters), and per owner the first element in the shard
+     * and the elements there, -1: none. The arrays starts and numels are one block. */
+    fp_param_pieces owners;
     fp_flat_buffer *flat;
-    PyObject *shard;  /* the flat Parameter: 1-D, this rank's shard */
+    const fp_flat_buffer_plan *plan; /* its settings, borrowed from flat */
+    PyObject *shard;                 /* the flat Parameter: 1-D, this rank's shard */
     PyObject *params; /* tuple [n]: the original Parameters; NULL: use_orig_params=False, modules always have views */
     PyObject *views;  /* tuple [n] over the flat buffer; NULL before fp_unshard_make_views() */
     /* extension(views): a tuple [n] of tensors that modules have in place of the views (DTensors, say); NULL: none. */
     PyObject *extension;
     PyObject *dress;    /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
     PyObject *extended; /* the tuple that extension gave last; NULL while modules have the original parameters */
-    PyObject *owners;   /* tuple: params, or (shard,) */
-    int64_t *starts, *numels; /* per owner: its first element in the shard; its elements there, -1: none. One block */
 
     /* Gradients. The char arrays have one flag per owner, and lie in one block that begins at cleared. */
     PyObject *deferred_reduced; /* the reduced gradient, put aside while .grad shows the accumulated one; or NULL */
     char *in_deferred_reduced;  /* 1 if the owner has a gradient in it */
     char *frozen_share;         /* 1 if the owner is frozen now and has a part of the accumulated gradient */
-    char *receives;             /* scratch of one call: 1 if the owner gets a piece of the gradient */
     char *in_rows;              /* setting: 1 if the owner's piece has the shape of whole rows; 0: it is 1-D */
 
-    int is_sharded;     /* setting: 1 if there is more than one shard */
-    int untracked;      /* 1: when the views were made, no owner required grad, so they have no autograd node */
-    int full_precision; /* setting: gradients are reduced in the shard's dtype, which must not be a low-precision one */
-    int gathered;       /* 1: the flat buffer is gathered, or its gather is under way */
-    int shows;          /* FP_SHOWS_*; set by fp_flat_param_show() and fp_flat_param_list_params() */
-    fp_shown_state shown;    /* what .grad of the owners is; changed by move_shown() alone */
-    int deferred;            /* 1: the end of this backward reduces the accumulated gradient */
-    int64_t versions;        /* fp_flat_param_versions() at the last gather; -1: not valid */
-    int has_secondary_shard; /* setting: the gathered data, or a secondary shard, is used again until the shards change */
+    int gathered;         /* 1: the flat buffer is gathered, or its gather is under way */
+    int shows;            /* FP_SHOWS_*; set by fp_flat_param_show() and fp_flat_param_list_params() */
+    fp_shown_state shown; /* what .grad of the owners is; changed by move_shown() alone */
+    int deferred;         /* 1: the end of this backward reduces the accumulated gradient */
+    int64_t versions;     /* fp_flat_param_versions() at the last gather; -1: not valid */
 
     /* The least fp_flat_buffer_holders() before a forward since the views were made. If there are more before a backward,
      * a graph has saved some of them. */
@@ -74,22 +72,32 @@ typedef struct {
     int64_t synced;       /* fp_flat_param_versions() at the last gather from the shards; -1: out of date since */
     int64_t synced_steps; /* fp_optimizer_steps at that gather */
 
-    /* Nested, in elements: this rank's accumulated gradient is a range of the unsharded one. The first element of that range in
-     * the unsharded gradient; the first element of this rank's shard in that range. */
-    int64_t accumulated_first, own;
     char *cleared; /* nested: 1 if the user has cleared the owner's gradient, and other ranks are to clear theirs */
 
-    /* The backward under way. fp_consensus_read() sets both wanted: 1 if some rank gets a gradient in this backward; 1 if some
-     * rank has an accumulated one from before. Alike on all ranks of the group. */
+    /* The backward under way. fp_consensus_read() sets wanted. */
     fp_reduce_slot_state reduce_slot; /* changed by fp_reduce_order_move(), reset by fp_reduce_order_forget() */
-    int wanted, wanted_accumulated;
+    unsigned wanted;                  /* a set of FP_WANTED_*, alike on all ranks of the group */
 } fp_flat_param;
+
+/* 1: the gathered data, or a secondary shard, is used again until the shards change. */
+static inline int
+fp_flat_param_has_secondary_shard(const fp_flat_param *flat_param)
+{
+    return flat_param->plan->shards > 1 && (flat_param->plan->stays_full || flat_param->plan->param_group != NULL);
+}
 
 /* 1: the gathered data keeps its memory after a forward and a backward, as there is no param_group to gather it over again. */
 static inline int
 fp_flat_param_stays_full(const fp_flat_param *flat_param)
 {
-    return flat_param->has_secondary_shard && flat_param->param_group == NULL;
+    return flat_param->plan->shards > 1 && flat_param->plan->stays_full && flat_param->plan->param_group == NULL;
+}
+
+/* 1: when the views were made, no owner required grad, so they have no autograd node. */
+static inline int
+fp_flat_param_is_untracked(const fp_flat_param *flat_param)
+{
+    return flat_param->views != NULL && !fp_flat_buffer_has_node(flat_param->flat);
 }
 
 /* ---- life ---- */

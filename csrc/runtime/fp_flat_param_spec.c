@@ -28,27 +28,25 @@ read_group(PyObject *tuple, fp_group **group)
 static int
 read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total, int64_t shard_numel)
 {
-    flat_param->owners =
-        flat_param->params != NULL ? Py_NewRef(flat_param->params) : PyTuple_Pack(1, flat_param->shard);
-    if (flat_param->owners == NULL) {
+    fp_param_pieces *owners = &flat_param->owners;
+    owners->params = flat_param->params != NULL ? fp_items(flat_param->params) : &flat_param->shard;
+    owners->n = flat_param->params != NULL ? PyTuple_GET_SIZE(flat_param->params) : 1;
+    if (PyTuple_GET_SIZE(pieces) != owners->n) {
+        PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", owners->n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
-    if (PyTuple_GET_SIZE(pieces) != n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
+    flat_param->cleared = fp_new_array(owners->n, 4);
+    int64_t *starts = flat_param->cleared == NULL ? NULL : fp_new_array(owners->n, 2 * sizeof *starts);
+    if (starts == NULL) {
         return -1;
     }
-    flat_param->cleared = fp_new_array(n, 5);
-    flat_param->starts = flat_param->cleared == NULL ? NULL : fp_new_array(n, 2 * sizeof *flat_param->starts);
-    if (flat_param->starts == NULL) {
-        return -1;
-    }
-    flat_param->numels = flat_param->starts + n;
-    flat_param->in_deferred_reduced = flat_param->cleared + n;
-    flat_param->frozen_share = flat_param->in_deferred_reduced + n;
-    flat_param->receives = flat_param->frozen_share + n;
-    flat_param->in_rows = flat_param->receives + n;
-    for (Py_ssize_t i = 0; i < n; i++) {
+    int64_t *numels = starts + owners->n;
+    owners->starts = starts;
+    owners->numels = numels;
+    flat_param->in_deferred_reduced = flat_param->cleared + owners->n;
+    flat_param->frozen_share = flat_param->in_deferred_reduced + owners->n;
+    flat_param->in_rows = flat_param->frozen_share + owners->n;
+    for (Py_ssize_t i = 0; i < owners->n; i++) {
         long long start, count;
         int in_rows;
         if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
@@ -63,17 +61,17 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
                          (long long)shard_numel, count, start);
             return -1;
         }
-        flat_param->starts[i] = start;
-        flat_param->numels[i] = count;
+        starts[i] = start;
+        numels[i] = count;
         flat_param->in_rows[i] = (char)in_rows;
     }
-    if (flat_param->params == NULL) {
-        const fp_view view = {.offset = 0, .ndim = 1, .shape = &numel, .stride = NULL};
-        flat_param->owner_geometry = fp_torch_geometry_new(&view, 1, total);
-        return flat_param->owner_geometry == NULL ? -1 : 0;
+    if (flat_param->params != NULL) {
+        owners->geometry = flat_param->geometry;
+        return 0;
     }
-    flat_param->owner_geometry = flat_param->geometry;
-    return 0;
+    const fp_view view = {.offset = 0, .ndim = 1, .shape = &numel, .stride = NULL};
+    owners->geometry = fp_torch_geometry_new(&view, 1, total);
+    return owners->geometry == NULL ? -1 : 0;
 }
 
 static int
@@ -85,12 +83,12 @@ check_tensors(const fp_flat_param *flat_param)
         }
         return -1;
     }
-    if (flat_param->params != NULL && PyTuple_GET_SIZE(flat_param->params) != flat_param->n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", flat_param->n,
+    if (flat_param->params != NULL && PyTuple_GET_SIZE(flat_param->params) != flat_param->attributes.n) {
+        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", flat_param->attributes.n,
                      PyTuple_GET_SIZE(flat_param->params));
         return -1;
     }
-    for (Py_ssize_t i = 0; flat_param->params != NULL && i < flat_param->n; i++) {
+    for (Py_ssize_t i = 0; flat_param->params != NULL && i < flat_param->attributes.n; i++) {
         if (fp_attributes_check(PyTuple_GET_ITEM(flat_param->params, i), 1) < 0) {
             return -1;
         }
@@ -142,18 +140,19 @@ static const fp_field spec_fields[] = {
 };
 
 static int
-read_groups(fp_flat_param *flat_param, const flat_param_spec *spec)
+read_groups(flat_param_spec *spec)
 {
-    if (read_group(spec->shard_group, &flat_param->shard_group) < 0) {
+    fp_flat_buffer_plan *plan = &spec->options.plan;
+    if (read_group(spec->shard_group, &plan->shard_group) < 0) {
         return -1;
     }
-    if (read_group(spec->replicate_group, &flat_param->replicate_group) < 0) {
+    if (read_group(spec->replicate_group, &plan->replicate_group) < 0) {
         return -1;
     }
-    if (read_group(spec->param_group, &flat_param->param_group) < 0) {
+    if (read_group(spec->param_group, &plan->param_group) < 0) {
         return -1;
     }
-    return read_group(spec->outer_group, &flat_param->outer_group);
+    return read_group(spec->outer_group, &plan->outer_group);
 }
 
 /* Fill flat_param from the fields, which have the right kinds. */
@@ -171,7 +170,6 @@ take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
     flat_param->params = Py_XNewRef(spec->params);
     flat_param->extension = Py_XNewRef(spec->extension);
     flat_param->dress = Py_XNewRef(spec->dress);
-    flat_param->n = PyTuple_GET_SIZE(spec->entries);
     if (fp_entries_read(spec->entries, spec->shared, total, &flat_param->attributes, &flat_param->geometry) < 0) {
         return -1;
     }
@@ -181,25 +179,17 @@ take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
     if (read_owners(flat_param, spec->pieces, spec->numel, total, plan->shard_numel) < 0) {
         return -1;
     }
-    if (read_groups(flat_param, spec) < 0) {
-        return -1;
-    }
-    plan->shard_group = flat_param->shard_group;
-    plan->replicate_group = flat_param->replicate_group;
-    plan->param_group = flat_param->param_group;
-    plan->outer_group = flat_param->outer_group;
     spec->options.geometry = flat_param->geometry;
-    flat_param->full_precision = plan->full_precision;
     flat_param->versions = flat_param->synced = -1;
     flat_param->shows = flat_param->params == NULL ? FP_SHOWS_NOTHING : FP_SHOWS_PARAMS;
-    flat_param->flat = fp_flat_buffer_new(&spec->options);
+    if (read_groups(spec) == 0) {
+        flat_param->flat = fp_flat_buffer_new(&spec->options);
+    }
     if (flat_param->flat == NULL) {
+        fp_flat_buffer_free_groups(plan);
         return -1;
     }
-    flat_param->is_sharded = plan->shards > 1;
-    flat_param->has_secondary_shard = flat_param->is_sharded && (plan->stays_full || flat_param->param_group != NULL);
-    flat_param->accumulated_first = plan->param_rank * (total / plan->param_shards);
-    flat_param->own = plan->rank * plan->shard_numel - flat_param->accumulated_first;
+    flat_param->plan = fp_flat_buffer_plan_of(flat_param->flat);
     return 0;
 }
 

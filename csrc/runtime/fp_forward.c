@@ -20,7 +20,7 @@ prefetch_forward(fp_unit *unit, int first)
         root->last_forward->next_forward = unit;
     }
     root->last_forward = unit;
-    if (first && unit->has_secondary_shard && unit->stale_pass == root->pass) {
+    if (first && fp_unit_has_secondary_shard(unit) && unit->stale_pass == root->pass) {
         if (root->last_refreshed != NULL) {
             root->last_refreshed->next_refreshed = unit;
         }
@@ -91,12 +91,22 @@ pre_forward(fp_unit *unit)
     if (first && goes_ahead) {
         fp_fresh_learn(unit);
     }
-    return fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
-                   (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
-                   (unit->depth == 1 && unit->pending == 0 && fp_unit_each(unit, count_holders) < 0) ||
-                   (goes_ahead && prefetch_forward(unit, first) < 0)
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (fp_unshard_make_full(unit) < 0) {
+        return NULL;
+    }
+    if (fp_unit_each(unit, fp_flat_param_show_views) < 0) {
+        return NULL;
+    }
+    if (!root->in_backward && fp_unit_each(unit, run_here) < 0) {
+        return NULL;
+    }
+    if (unit->depth == 1 && unit->pending == 0 && fp_unit_each(unit, count_holders) < 0) {
+        return NULL;
+    }
+    if (goes_ahead && prefetch_forward(unit, first) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 /* The outermost forward is over: parameters() gives the original parameters, also for units that stay gathered, as a loss

@@ -18,7 +18,7 @@
  *                                            a replaced or written tensor, a step of any optimizer (it may write to shards
  *                                            that it does not hold), load_state_dict(), refresh(); after train() or
  *                                            eval() other values
- *   unit->learned, unit->written_ahead       asked: one all-reduce when a forward begins after the first one of a unit,
+ *   unit->ahead: LEARNED, WRITTEN             asked: one all-reduce when a forward begins after the first one of a unit,
  *                                            with and without gradients. refresh() forgets it on all ranks
  *   the capture of a CUDA graph (is_void)    control flow: all ranks capture the same calls
  *   device, forward_prefetch                 settings, compared when the unit was made
@@ -30,8 +30,6 @@
  * ahead. The first forward gathers no unit ahead, and finds such units. If a later forward writes to another unit, the rank
  * that sees it raises: the other ranks cannot know of the write before they compute. */
 #include "runtime/fp_fresh.h"
-
-enum { NOT_RECORDING = 1, RECORDING = 2 }; /* forwards that record no gradients, and those that do */
 
 static int
 is_void(fp_flat_param *flat_param)
@@ -84,13 +82,13 @@ fp_fresh_is_of_now(const fp_unit *unit)
     if (root->in_backward) {
         return 1;
     }
-    if (unit->has_secondary_shard) {
+    if (fp_unit_has_secondary_shard(unit)) {
         return !unit->stale && is_of_this_pass; /* in a later pass requires_grad may have changed */
     }
     if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
         return 1;
     }
-    if (!unit->sharded) {
+    if (!fp_unit_is_sharded(unit)) {
         return is_of_now_here(unit);
     }
     return unit->state == FP_UNIT_KEPT
@@ -103,19 +101,19 @@ fp_fresh_is_of_now(const fp_unit *unit)
 int
 fp_fresh_is_asked(const fp_unit *unit)
 {
-    return unit->has_secondary_shard ||
-           (unit->sharded && unit->state == FP_UNIT_KEPT && unit->accumulated_in_no_sync && !is_captured(unit));
+    return fp_unit_has_secondary_shard(unit) || (fp_unit_is_sharded(unit) && unit->state == FP_UNIT_KEPT &&
+                                                 unit->accumulated_in_no_sync && !is_captured(unit));
 }
 
 /* This rank's answer for one flat parameter: 1: its values have changed since the gather, as far as versions and steps tell. */
 static int
 is_old(const fp_unit *unit, const fp_flat_param *flat_param)
 {
-    if (!unit->has_secondary_shard) {
+    if (!fp_unit_has_secondary_shard(unit)) {
         return unit->accumulated_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
     }
     return !fp_flat_buffer_has_values(flat_param->flat) || flat_param->synced != fp_flat_param_versions(flat_param) ||
-           (!flat_param->untracked && flat_param->synced_steps != fp_optimizer_steps);
+           (!fp_flat_param_is_untracked(flat_param) && flat_param->synced_steps != fp_optimizer_steps);
 }
 
 int
@@ -139,20 +137,21 @@ fp_fresh_is_old(fp_unit *unit)
 static unsigned
 mode_of_forward(void)
 {
-    return fp_graph_grad_enabled() ? RECORDING : NOT_RECORDING;
+    return fp_graph_grad_enabled() ? FP_AHEAD_OBSERVED_RECORDING : FP_AHEAD_OBSERVED_NOT_RECORDING;
 }
 
 /* 1: ranks have told each other about forwards of the kind that runs now, or the unit needs no such watch. */
 static int
 is_learned(const fp_unit *unit)
 {
-    return !unit->sharded || unit->has_secondary_shard || (unit->learned & mode_of_forward()) != 0;
+    return !fp_unit_is_sharded(unit) || fp_unit_has_secondary_shard(unit) ||
+           (unit->ahead & (mode_of_forward() << 2)) != 0;
 }
 
 int
 fp_fresh_may_gather_ahead(const fp_unit *unit)
 {
-    return is_learned(unit) && !unit->written_ahead;
+    return is_learned(unit) && !(unit->ahead & FP_AHEAD_WRITTEN);
 }
 
 /* A number that changes with each write to the unit's shards that torch counts, and with each optimizer step. */
@@ -173,13 +172,14 @@ fp_fresh_learn(fp_unit *unit)
     if (is_learned(unit)) {
         return;
     }
-    unit->observed |= mode_of_forward();
-    unit->saw_writes = unit->saw_writes || (unit->seen_pass == root->pass && unit->seen_writes != writes_to(unit));
+    unit->ahead |= mode_of_forward();
+    if (unit->seen_writes >= 0 && unit->seen_writes != writes_to(unit)) {
+        unit->ahead |= FP_AHEAD_SAW_WRITES;
+    }
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         fp_unit *other = root->units[s];
         if (other->entered_pass != root->pass && !is_learned(other)) {
             other->seen_writes = writes_to(other);
-            other->seen_pass = root->pass;
         }
     }
 }
@@ -187,21 +187,20 @@ fp_fresh_learn(fp_unit *unit)
 int
 fp_fresh_is_learned_next(const fp_unit *unit)
 {
-    return (unit->observed & ~unit->learned) != 0 && !is_captured(unit);
+    return (unit->ahead & FP_AHEAD_OBSERVED & ~(unit->ahead >> 2)) != 0 && !is_captured(unit);
 }
 
 void
 fp_fresh_end_learning(fp_unit *unit, int written)
 {
-    unit->learned |= unit->observed;
-    unit->written_ahead = unit->written_ahead || written;
+    unit->ahead |= (unit->ahead & FP_AHEAD_OBSERVED) << 2;
+    unit->ahead |= written ? FP_AHEAD_WRITTEN : 0;
 }
 
 void
 fp_fresh_forget_learned(fp_unit *unit)
 {
-    unit->learned = unit->observed = 0;
-    unit->written_ahead = unit->saw_writes = 0;
+    unit->ahead = 0;
 }
 
 int

@@ -201,10 +201,10 @@ fp_iteration_recover(fp_root *root)
     if (units == NULL) {
         return -1;
     }
-    const int in_backward = root->in_backward;
+    const int in_backward = root->in_backward != FP_BACKWARD_NONE;
     PyObject *first = NULL; /* owned */
     root->closed = 1;
-    root->in_backward = 0;
+    root->in_backward = FP_BACKWARD_NONE;
     root->depth = 0;
     root->n_order = 0;
     root->reducing = root->halfway = root->last_forward = root->last_refreshed = NULL;
@@ -230,7 +230,7 @@ fp_iteration_recover(fp_root *root)
             if (in_backward) {
                 fp_flat_param_drop_accumulated(flat_param);
             }
-            if (flat_param->has_secondary_shard) {
+            if (fp_flat_param_has_secondary_shard(flat_param)) {
                 keep_interruption(&first, fp_flat_buffer_forget_values(flat_param->flat));
             }
         }
@@ -274,10 +274,8 @@ fp_iteration_begin(fp_root *root)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_begin_pass(PyTuple_GET_ITEM(root->model_traces, i));
     }
-    for (Py_ssize_t i = 0; i < root->n_order; i++) {
-        if (root->order[i] != NULL) {
-            root->order[i]->position = -1;
-        }
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        root->units[s]->position = root->units[s]->seen_writes = -1;
     }
     root->n_order = 0;
     root->last_forward = root->last_refreshed = NULL;
@@ -288,7 +286,7 @@ fp_iteration_begin(fp_root *root)
 static int
 refresh(fp_root *root, fp_unit *unit)
 {
-    const int is_due = unit->root == root && unit->has_secondary_shard && unit->stale;
+    const int is_due = unit->root == root && fp_unit_has_secondary_shard(unit) && unit->stale;
     return is_due && (fp_unshard_make_full(unit) < 0 || fp_unshard_release(unit) < 0) ? -1 : 0;
 }
 

@@ -33,12 +33,16 @@ is_coming(const fp_unit *unit)
 int
 fp_reduce_order_join(fp_root *root, fp_unit *unit)
 {
+    if (root->reduce_order == NULL && !fp_unit_has_secondary_shard(unit)) {
+        return 0;
+    }
     fp_unit **joined = fp_new_array(root->n_units + 1, sizeof *joined);
     if (joined == NULL) {
         return -1;
     }
+    fp_unit *const *before = root->reduce_order == NULL ? root->units : root->reduce_order;
     for (Py_ssize_t i = 0; i < root->n_units; i++) {
-        joined[i] = root->reduce_order[i];
+        joined[i] = before[i];
     }
     joined[root->n_units] = unit;
     fp_free(root->reduce_order);
@@ -50,6 +54,9 @@ void
 fp_reduce_order_leave(fp_root *root, const fp_unit *unit)
 {
     Py_ssize_t kept = 0, at = root->reduce_order_at;
+    if (root->reduce_order == NULL) {
+        return;
+    }
     for (Py_ssize_t i = 0; i < root->n_units; i++) {
         if (root->reduce_order[i] != unit) {
             root->reduce_order[kept++] = root->reduce_order[i];
@@ -106,7 +113,7 @@ fp_reduce_order_forget(fp_root *root)
         for (Py_ssize_t k = 0; k < root->units[s]->n_flat_params; k++) {
             fp_flat_param *flat_param = &root->units[s]->flat_params[k];
             flat_param->reduce_slot = FP_REDUCE_SLOT_OPEN;
-            flat_param->wanted = flat_param->wanted_accumulated = 0;
+            flat_param->wanted = 0;
         }
     }
 }
@@ -119,14 +126,14 @@ read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        *shown = *shown || (flat_param->outer_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
+        *shown = *shown || (flat_param->plan->outer_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
         if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
             if (!tells) {
                 return -1;
             }
             fp_consensus_note_error(root, unit);
         }
-        if (!flat_param->untracked && fp_flat_buffer_is_reached(flat_param->flat) &&
+        if (!fp_flat_param_is_untracked(flat_param) && fp_flat_buffer_is_reached(flat_param->flat) &&
             fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_EXPECT) < 0) {
             return -1;
         }
@@ -139,7 +146,7 @@ fp_reduce_order_begin(fp_root *root)
 {
     int nested = 0, shown = 0;
     fp_reduce_order_forget(root);
-    if (!root->has_secondary_shards) {
+    if (root->reduce_order == NULL) {
         return 0;
     }
     root->reduce_order_at = 0;
@@ -149,14 +156,14 @@ fp_reduce_order_begin(fp_root *root)
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root && unit->has_secondary_shard) {
-            const int in_steps = unit->flat_params[0].outer_group != NULL;
+        if (unit->root == root && fp_unit_has_secondary_shard(unit)) {
+            const int in_steps = unit->flat_params[0].plan->outer_group != NULL;
             nested = nested || in_steps;
-            status = read_accumulated(root, unit, root->synchronize || in_steps, &shown);
+            status = read_accumulated(root, unit, fp_root_synchronizes(root) || in_steps, &shown);
         }
     }
     Py_XDECREF(units);
-    if (status < 0 || ((root->synchronize || nested) && fp_consensus_on_gradients(root) < 0)) {
+    if (status < 0 || ((fp_root_synchronizes(root) || nested) && fp_consensus_on_gradients(root) < 0)) {
         return -1;
     }
     return shown ? fp_consensus_read(root) : 0; /* clear what other ranks have cleared before adding to it */
@@ -168,22 +175,22 @@ fp_reduce_order_begin(fp_root *root)
 static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
-    const int nested = flat_param->outer_group != NULL;
+    const int nested = flat_param->plan->outer_group != NULL;
     const int has = flat_param->reduce_slot == FP_REDUCE_SLOT_PACKED || flat_param->deferred;
-    if (!root->synchronize && !nested) {
+    if (!fp_root_synchronizes(root) && !nested) {
         return 0;
     }
     if (has || (!nested && fp_flat_buffer_has_accumulated(flat_param->flat))) {
-        return nested && !root->synchronize ? FP_REDUCE_INNER : FP_REDUCE_ALL;
+        return nested && !fp_root_synchronizes(root) ? FP_REDUCE_INNER : FP_REDUCE_ALL;
     }
     if (fp_consensus_read(root) < 0) {
         return -1;
     }
     if (!nested) {
-        return flat_param->wanted || flat_param->wanted_accumulated ? FP_REDUCE_ALL : 0;
+        return flat_param->wanted != 0 ? FP_REDUCE_ALL : 0;
     }
-    return (took && flat_param->wanted ? FP_REDUCE_INNER : 0) |
-           (root->synchronize && (flat_param->wanted || flat_param->wanted_accumulated) ? FP_REDUCE_OUTER : 0);
+    return (took && (flat_param->wanted & FP_WANTED_GRADIENT) ? FP_REDUCE_INNER : 0) |
+           (fp_root_synchronizes(root) && flat_param->wanted != 0 ? FP_REDUCE_OUTER : 0);
 }
 
 /* Give a flat parameter its turn: reduce it, and free its unsharded data. */
@@ -196,7 +203,8 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
         (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }
-    if (took && !flat_param->untracked && flat_param->gathered && fp_unshard_pass(unit, flat_param) < 0) {
+    if (took && !fp_flat_param_is_untracked(flat_param) && flat_param->gathered &&
+        fp_unshard_pass(unit, flat_param) < 0) {
         return -1;
     }
     return fp_flat_buffer_drop_reload(flat_param->flat);
@@ -209,13 +217,13 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
         fp_unit *unit = root->reduce_order[root->reduce_order_at];
         const int took = took_part(unit);
         const int comes = cursor >= 0 && is_coming(unit);
-        if (unit->has_secondary_shard && took && (unit->entered <= cursor || comes)) {
+        if (fp_unit_has_secondary_shard(unit) && took && (unit->entered <= cursor || comes)) {
             return 0;
         }
         root->reduce_order_at++;
         int status = 0;
         Py_INCREF(unit);
-        for (Py_ssize_t k = 0; status == 0 && unit->has_secondary_shard && k < unit->n_flat_params; k++) {
+        for (Py_ssize_t k = 0; status == 0 && fp_unit_has_secondary_shard(unit) && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
             if (flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED &&
                 (took || !comes)) { /* else its gradient comes later, and is reduced at once then */
@@ -234,9 +242,12 @@ int
 fp_reduce_order_start_reload(fp_root *root)
 {
     int ahead = 0;
+    if (root->reduce_order == NULL) {
+        return 0;
+    }
     for (Py_ssize_t i = root->reduce_order_at; ahead < AHEAD && i < root->n_units; i++) {
         fp_unit *unit = root->reduce_order[i];
-        if (!unit->has_secondary_shard || !is_coming(unit)) {
+        if (!fp_unit_has_secondary_shard(unit) || !is_coming(unit)) {
             continue;
         }
         ahead++;
@@ -265,7 +276,8 @@ advance(fp_root *root, Py_ssize_t position)
             continue;
         }
         fp_unit *unit = root->order[cursor];
-        if (unit != NULL && unit->has_secondary_shard && !fp_unit_is_full(unit) && fp_unit_awaits_backward(unit) &&
+        if (unit != NULL && fp_unit_has_secondary_shard(unit) && !fp_unit_is_full(unit) &&
+            fp_unit_awaits_backward(unit) &&
             (fp_unit_is_recorded(unit) ? fp_unshard_make_full(unit) : fp_unshard_start(unit)) < 0) {
             return -1;
         }
@@ -281,15 +293,16 @@ int
 fp_reduce_order_reach(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (!root->has_secondary_shards || unit->position < 0) {
+    if (root->reduce_order == NULL || unit->position < 0) {
         return 0;
     }
     if (unit->position < root->cursor) {
         return advance(root, unit->position);
     }
-    int passed = unit->has_secondary_shard;
+    int passed = fp_unit_has_secondary_shard(unit);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        passed = passed && unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_PASSED && !unit->flat_params[k].untracked;
+        passed = passed && unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_PASSED &&
+                 !fp_flat_param_is_untracked(&unit->flat_params[k]);
     }
     return passed;
 }
@@ -297,13 +310,13 @@ fp_reduce_order_reach(fp_unit *unit)
 int
 fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param)
 {
-    return unit->has_secondary_shard && flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED && took_part(unit);
+    return fp_unit_has_secondary_shard(unit) && flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED && took_part(unit);
 }
 
 int
 fp_reduce_order_end(fp_root *root)
 {
-    if (!root->has_secondary_shards) {
+    if (root->reduce_order == NULL) {
         return 0;
     }
     return advance(root, -1) < 0 || fp_reduce_order_flush(root, -1) < 0 ? -1 : fp_consensus_end(root);

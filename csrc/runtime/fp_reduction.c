@@ -7,17 +7,19 @@ int
 fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
 {
     fp_reduced reduced;
-    int status = fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit), &reduced);
-    if (status > 0) {
-        status = fp_flat_param_add_reduced(flat_param, &reduced, PyUnicode_AsUTF8(unit->name));
-        Py_DECREF(reduced.tensor);
-        if (status == 0 && unit->reduced != NULL && unit->reduced != Py_None) {
-            PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));
-            status = result == NULL ? -1 : 0;
-            Py_XDECREF(result);
-        }
+    const int done =
+        fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit), &reduced);
+    if (done <= 0) {
+        return done;
     }
-    return status;
+    const int status = fp_flat_param_add_reduced(flat_param, &reduced, PyUnicode_AsUTF8(unit->name));
+    Py_DECREF(reduced.tensor);
+    if (status < 0 || unit->reduced == NULL || unit->reduced == Py_None) {
+        return status;
+    }
+    PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 /* Start the second reductions of a unit (NULL: none), several in one call. 1: there was one; 0: there was none; -1. */
@@ -28,21 +30,32 @@ start_halves(fp_unit *unit)
     for (Py_ssize_t k = 0; unit != NULL && k < unit->n_flat_params; k++) {
         halves += fp_flat_buffer_awaits_replicas(unit->flat_params[k].flat);
     }
+    if (halves == 0) {
+        return 0;
+    }
     const int together = halves > 1 ? fp_unit_begin_together(unit, FP_JOIN_REPLICAS) : 0;
-    for (Py_ssize_t k = 0; together >= 0 && halves > 0 && status == 0 && k < unit->n_flat_params; k++) {
+    if (together < 0) {
+        return -1;
+    }
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_awaits_replicas(flat_param->flat)) {
             status = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit));
         }
     }
-    status = together > 0 ? fp_unit_end_together(unit, FP_JOIN_REPLICAS, status) : status;
-    return together < 0 || status < 0 ? -1 : halves > 0;
+    if (together > 0) {
+        status = fp_unit_end_together(unit, FP_JOIN_REPLICAS, status);
+    }
+    return status < 0 ? -1 : 1;
 }
 
 int
 fp_reduction_start_halves(fp_root *root)
 {
-    return start_halves(root->halfway) < 0 || start_halves(root->reducing) < 0 ? -1 : 0;
+    if (start_halves(root->halfway) < 0) {
+        return -1;
+    }
+    return start_halves(root->reducing) < 0 ? -1 : 0;
 }
 
 /* Go on with the reductions of a unit (NULL: none): start the second ones if there are any, else finish them. */
@@ -69,7 +82,10 @@ advance_previous(fp_unit *unit)
     if (root->reducing == NULL || root->reducing == unit) {
         return 0;
     }
-    return (root->halfway != unit && advance(root->halfway) < 0) || advance(root->reducing) < 0 ? -1 : 0;
+    if (root->halfway != unit && advance(root->halfway) < 0) {
+        return -1;
+    }
+    return advance(root->reducing);
 }
 
 /* Start one reduction, and nothing else. */
@@ -77,7 +93,7 @@ static int
 start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
     flat_param->deferred = 0;
-    fp_flat_buffer_note_trained(flat_param->flat, fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners));
+    fp_flat_buffer_note_trained(flat_param->flat, flat_param->owners.params, flat_param->owners.n);
     unit->root->reductions++;
     return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->shard, fp_unit_collectives(unit),
                                        how_far);
@@ -101,12 +117,21 @@ follow(fp_unit *unit)
 int
 fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    return fp_reduction_finish(unit, flat_param) < 0 || /* a reduction of another graph in this backward */
-                   (how_far == FP_REDUCE_OUTER &&
-                    (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
-                   start(unit, flat_param, gradients, how_far) < 0
-               ? -1
-               : follow(unit);
+    if (fp_reduction_finish(unit, flat_param) < 0) { /* a reduction of another graph in this backward */
+        return -1;
+    }
+    if (how_far == FP_REDUCE_OUTER) { /* the reductions before go over the same group */
+        if (advance_previous(unit) < 0) {
+            return -1;
+        }
+        if (advance(unit) < 0) {
+            return -1;
+        }
+    }
+    if (start(unit, flat_param, gradients, how_far) < 0) {
+        return -1;
+    }
+    return follow(unit);
 }
 
 int
@@ -120,11 +145,18 @@ fp_reduction_start_packed(fp_unit *unit)
         return 0;
     }
     const int together = packed == 1 ? 0 : fp_unit_begin_together(unit, FP_JOIN_REDUCTIONS);
-    int status = together < 0 ? -1 : 0;
+    if (together < 0) {
+        return -1;
+    }
+    int status = 0;
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        status = fp_flat_buffer_is_packed(flat_param->flat) ? start(unit, flat_param, NULL, FP_REDUCE_ALL) : 0;
+        if (fp_flat_buffer_is_packed(flat_param->flat)) {
+            status = start(unit, flat_param, NULL, FP_REDUCE_ALL);
+        }
     }
-    status = together > 0 ? fp_unit_end_together(unit, FP_JOIN_REDUCTIONS, status) : status;
+    if (together > 0) {
+        status = fp_unit_end_together(unit, FP_JOIN_REDUCTIONS, status);
+    }
     return status < 0 ? -1 : follow(unit);
 }

@@ -35,7 +35,6 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->find_tensors = Py_NewRef(find_tensors);
     root->backward_prefetch = backward_prefetch;
     root->forward_prefetch = forward_prefetch;
-    root->synchronize = 1;
     root->model_traces = PyTuple_New(0);
     root->ref = fp_unit_ref_new(root, "the model", &fp_backward_root_calls);
     root->lock = PyThread_allocate_lock();
@@ -126,7 +125,6 @@ static int
 count_blocks(fp_root *root, int more)
 {
     root->blocks += more;
-    root->synchronize = root->blocks == 0;
     return 0;
 }
 

@@ -34,6 +34,14 @@ typedef struct {
     int rank, ranks; /* this rank in the group; the group's size */
 } fp_exchange;
 
+/* Whether a backward is under way, and what happens to its graph. Alike on all ranks. */
+typedef enum {
+    FP_BACKWARD_NONE = 0, /* none is */
+    FP_BACKWARD_FREES,    /* the graph is freed */
+    FP_BACKWARD_RETAINS,  /* it may be used again (retain_graph=True) */
+    FP_BACKWARD_RECORDS,  /* the gradients may be differentiated (create_graph=True) */
+} fp_backward_kind;
+
 /* _C.Root. Units own it (fp_unit.root); it borrows them. A unit that is freed takes itself out of every list here
  * (fp_iteration_leave_root). */
 typedef struct {
@@ -61,16 +69,13 @@ typedef struct {
     fp_unit_ref *ref; /* autograd calls the end of a backward through it; it outlives this object */
     /* FP_PREFETCH_*; 1: gather the next unit while this one computes (on an accelerator that is always done). */
     int backward_prefetch, forward_prefetch;
-    int synchronize;    /* 1 while blocks is 0: a backward reduces the gradients; 0: it accumulates them */
-    int blocks;         /* no_sync() blocks that are open */
-    int64_t resets;     /* calls of end_all_no_sync(): a block that began before the last one is no longer open */
+    int blocks;     /* no_sync() blocks that are open; 0: a backward reduces the gradients, else it accumulates them */
+    int64_t resets; /* calls of end_all_no_sync(): a block that began before the last one is no longer open */
     int through_python; /* decided when a pass begins: collectives go through Python */
     int always_python;  /* set by Python, as a communication hook needs it: through_python becomes 1 in each pass */
 
-    /* The backward under way. A backward that raised leaves in_backward at 1, and the next call recovers. */
-    int in_backward;  /* 1 from the first call of autograd until finish() in fp_backward.c */
-    int create_graph; /* set when a backward begins: its gradients may be differentiated (create_graph=True) */
-    int retain_graph; /* set when a backward begins: its graph may be used again (retain_graph=True) */
+    /* The backward under way. A backward that raised leaves in_backward set, and the next call recovers. */
+    fp_backward_kind in_backward; /* set from the first call of autograd until finish() in fp_backward.c */
 
     /* Threads: fp_iteration.c. */
     int closed;       /* 1 during a recovery or refresh(): no forward or backward may begin */
@@ -81,11 +86,11 @@ typedef struct {
     int held;                /* times that the holder has entered: it may enter again; 0: the lock is free */
 
     /* Reduce order: fp_reduce_order.h. */
-    int has_secondary_shards; /* 1 once a unit with a secondary shard has joined; else the next three are not used */
-    struct fp_unit **reduce_order; /* [n_units] all units, borrowed */
-    Py_ssize_t reduce_order_at;    /* index in reduce_order of the unit whose turn is next; n_units: no turn is left */
-    Py_ssize_t cursor;             /* index in order of the unit that this backward has come to; n_order: none yet */
-    Py_ssize_t entries;            /* gives fp_unit.entry: first forwards of units in a pass, over all passes */
+    /* [n_units] all units, borrowed. NULL until a unit with a secondary shard joins; the next two are not used then. */
+    struct fp_unit **reduce_order;
+    Py_ssize_t reduce_order_at; /* index in reduce_order of the unit whose turn is next; n_units: no turn is left */
+    Py_ssize_t cursor;          /* index in order of the unit that this backward has come to; n_order: none yet */
+    Py_ssize_t entries;         /* gives fp_unit.entry: first forwards of units in a pass, over all passes */
 
     /* Consensus in a backward: fp_consensus.h. */
     fp_exchange *exchanges; /* [n_exchanges] owned, one a group; NULL outside of a backward */
@@ -117,13 +122,10 @@ typedef struct fp_unit {
     struct fp_unit *next_forward;   /* borrowed; the unit whose forward followed when this one ran last: prefetched */
     struct fp_unit *next_refreshed; /* borrowed; the same among the units that were stale */
     struct fp_unit *next_full;      /* borrowed; list of the units in the process that stay full: see full_units */
-    struct fp_unit **full_at;       /* the pointer to this unit in that list; NULL: the unit is not in it */
     fp_unit_ref *ref;               /* hooks and nodes call the unit through it */
 
     /* Settings, alike on all ranks. */
     int reshard_after_forward;
-    int sharded;             /* 1: some flat parameter has a shard group */
-    int has_secondary_shard; /* 1: some flat parameter has a secondary shard, or stays gathered until its shards change */
 
     /* Staleness: fp_fresh.c. */
     int stale;   /* 1: the next gather is from the shards, as some rank has changed one. Alike on all ranks */
@@ -150,17 +152,27 @@ typedef struct fp_unit {
     int for_graph;              /* 1: a graph recorded with create_graph=True needs the data, so it is not freed */
 
     /* Writes to the shard between the start of a forward of the model and this unit's turn, which forbid gathering ahead:
-     * fp_fresh.c. observed and learned are sets of bits, one bit for forwards with gradients and one for those without:
-     * this rank has watched such a forward; all ranks have told each other what they saw in one. */
-    unsigned observed, learned;
-    int saw_writes, written_ahead; /* this rank saw such a write; some rank did (alike on all ranks) */
-    int64_t seen_pass,
-        seen_writes; /* the pass and the count of writes, noted at the forward of the unit before this one */
+     * fp_fresh.c. */
+    unsigned ahead; /* a set of FP_AHEAD_* */
+    int64_t
+        seen_writes; /* the count of writes at the forward of the unit before this one; -1: not noted in this pass */
 
     int64_t recorded;    /* root->optimizer_steps when for_graph was set last; -1: never */
     int task;            /* autograd's graph task that came to this unit last */
     Py_ssize_t position; /* index in root->order of its last forward in this pass; -1: not in root->order */
 } fp_unit;
+
+/* What is known of writes to a unit in a forward, before the unit's turn. */
+enum {
+    /* This rank has watched a forward that records no gradients, and one that does. */
+    FP_AHEAD_OBSERVED_NOT_RECORDING = 1,
+    FP_AHEAD_OBSERVED_RECORDING = 2,
+    FP_AHEAD_OBSERVED = 3,
+    /* All ranks have told each other what they saw in such a forward. */
+    FP_AHEAD_LEARNED = FP_AHEAD_OBSERVED << 2,
+    FP_AHEAD_SAW_WRITES = 16, /* this rank saw such a write */
+    FP_AHEAD_WRITTEN = 32,    /* some rank did; alike on all ranks */
+};
 
 enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
@@ -188,6 +200,27 @@ static inline int
 fp_unit_is_recorded(const fp_unit *unit)
 {
     return unit->recorded == unit->root->optimizer_steps;
+}
+
+/* 1: a backward reduces the gradients; 0: it accumulates them, as a no_sync() block is open. */
+static inline int
+fp_root_synchronizes(const fp_root *root)
+{
+    return root->blocks == 0;
+}
+
+/* The flat parameters of a unit have one placement: alike on all ranks. */
+static inline int
+fp_unit_is_sharded(const fp_unit *unit)
+{
+    return unit->n_flat_params > 0 && unit->flat_params[0].plan->shard_group != NULL;
+}
+
+/* 1: the flat parameters have a secondary shard, or stay gathered until their shards change. */
+static inline int
+fp_unit_has_secondary_shard(const fp_unit *unit)
+{
+    return unit->n_flat_params > 0 && fp_flat_param_has_secondary_shard(&unit->flat_params[0]);
 }
 
 /* -1 with RuntimeError if a forward of the unit, or a backward of the model, is under way. what: the refused action, as a verb

@@ -24,20 +24,16 @@ static void
 enlist(fp_unit *unit)
 {
     unit->next_full = full_units;
-    unit->full_at = &full_units;
-    if (full_units != NULL) {
-        full_units->full_at = &unit->next_full;
-    }
     full_units = unit;
 }
 
 static void
 delist(fp_unit *unit)
 {
-    if (unit->full_at != NULL) {
-        *unit->full_at = unit->next_full;
-        if (unit->next_full != NULL) {
-            unit->next_full->full_at = unit->full_at;
+    for (fp_unit **at = &full_units; *at != NULL; at = &(*at)->next_full) {
+        if (*at == unit) {
+            *at = unit->next_full;
+            return;
         }
     }
 }
@@ -73,8 +69,6 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         if (fp_flat_param_read(&unit->flat_params[k], PyTuple_GET_ITEM(flat_params, k)) < 0) {
             goto fail;
         }
-        unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
-        unit->has_secondary_shard = unit->has_secondary_shard || unit->flat_params[k].has_secondary_shard;
         stays_full = stays_full || fp_flat_param_stays_full(&unit->flat_params[k]);
     }
     if (stays_full) {
@@ -174,8 +168,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     fp_free(root->units);
     root->units = units;
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->gather_pass = unit->entered_pass = unit->accumulated_steps = unit->recorded = -1;
-    root->has_secondary_shards = root->has_secondary_shards || unit->has_secondary_shard;
+    unit->gather_pass = unit->entered_pass = unit->accumulated_steps = unit->recorded = unit->seen_writes = -1;
     Py_XDECREF(left);
     Py_RETURN_NONE;
 }
@@ -198,10 +191,10 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = flat_param->shard_group,
-                                             [FP_GROUP_REPLICATE] = flat_param->replicate_group,
-                                             [FP_GROUP_PARAM] = flat_param->param_group,
-                                             [FP_GROUP_OUTER] = flat_param->outer_group};
+        fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = flat_param->plan->shard_group,
+                                             [FP_GROUP_REPLICATE] = flat_param->plan->replicate_group,
+                                             [FP_GROUP_PARAM] = flat_param->plan->param_group,
+                                             [FP_GROUP_OUTER] = flat_param->plan->outer_group};
         fp_group *group = groups[which % FP_GROUPS];
         if (group != NULL) {
             fp_group_watch(group, (int)(which / FP_GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),
@@ -282,7 +275,7 @@ unit_lie_in(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     PyObject *given = args[1] == Py_None && flat_param->params != NULL ? flat_param->params : args[1];
-    PyObject *tensors = fp_as_tuple(given, flat_param->n, "tensors"); /* owned */
+    PyObject *tensors = fp_as_tuple(given, flat_param->attributes.n, "tensors"); /* owned */
     if (tensors == NULL) {
         return NULL;
     }
@@ -290,7 +283,7 @@ unit_lie_in(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     int same = fp_torch_lie_in(values, flat_param->geometry, args[2]);
     if (same && registered) {
         const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, values, values, 1);
-        same = other < 0 ? -1 : other == flat_param->n;
+        same = other < 0 ? -1 : other == flat_param->attributes.n;
     }
     Py_DECREF(tensors);
     return same < 0 ? NULL : PyBool_FromLong(same);
@@ -356,7 +349,7 @@ is_written(fp_flat_param *flat_param)
 static int
 is_frozen(fp_flat_param *flat_param)
 {
-    return flat_param->untracked;
+    return fp_flat_param_is_untracked(flat_param);
 }
 
 static int

@@ -41,9 +41,9 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
 static int
 check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
 {
-    if (!PyTuple_Check(frozen_share) || PyTuple_GET_SIZE(frozen_share) != PyTuple_GET_SIZE(flat_param->owners)) {
+    if (!PyTuple_Check(frozen_share) || PyTuple_GET_SIZE(frozen_share) != flat_param->owners.n) {
         PyErr_Format(PyExc_ValueError, "%U: expected frozen_share to have a tuple of %zd bools for each flat parameter",
-                     unit->name, PyTuple_GET_SIZE(flat_param->owners));
+                     unit->name, flat_param->owners.n);
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(frozen_share); i++) {

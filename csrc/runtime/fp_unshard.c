@@ -36,20 +36,20 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         return -1;
     }
     int untracked = 1, same = made == 0 && flat_param->views != NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        untracked = untracked && !fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i));
+    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
+        untracked = untracked && !fp_param_requires_grad(flat_param->owners.params[i]);
     }
-    if (same && untracked == flat_param->untracked) {
+    if (same && untracked == fp_flat_param_is_untracked(flat_param)) {
         return 0;
     }
-    if (!untracked && flat_param->full_precision && fp_param_is_low(flat_param->shard)) {
+    if (!untracked && flat_param->plan->full_precision && fp_param_is_low(flat_param->shard)) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
                      "their gradients would be added in it: build those that are to train in torch.float32",
                      unit->name);
         return -1;
     }
-    PyObject *views = PyTuple_New(flat_param->n); /* its items are set at once */
+    PyObject *views = PyTuple_New(flat_param->attributes.n); /* its items are set at once */
     if (views == NULL ||
         fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, &PyTuple_GET_ITEM(views, 0)) < 0) {
         Py_XDECREF(views);
@@ -61,7 +61,6 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         Py_DECREF(views);
         return -1;
     }
-    flat_param->untracked = untracked;
     Py_XSETREF(flat_param->views, views);
     flat_param->holders = INT64_MAX;
     return flat_param->shows != FP_SHOWS_PARAMS || flat_param->params == NULL ? fp_flat_param_show(flat_param, 1) : 0;
@@ -97,7 +96,7 @@ fp_unshard_sync_user_writes(fp_unit *unit)
             return -1;
         }
         written = written || taken;
-        any = any || moved < flat_param->n;
+        any = any || moved < flat_param->attributes.n;
     }
     if (!any) {
         return written;
@@ -134,7 +133,7 @@ fp_unshard_take_written_in_forward(fp_unit *unit)
         if (other < 0) {
             return -1;
         }
-        if (other < flat_param->n) {
+        if (other < flat_param->attributes.n) {
             if (fp_flat_param_show(flat_param, 1) == 0) {
                 refuse_moved(unit, flat_param, other,
                              "was replaced by another object in its forward, whose gradient nobody would reduce; it is "
@@ -164,7 +163,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
         if (moved < 0) {
             return -1;
         }
-        if (moved < flat_param->n) {
+        if (moved < flat_param->attributes.n) {
             return refuse_moved(unit, flat_param, moved,
                                 "was replaced, or given other data, between forward and backward, which has to come to "
                                 "the weights of the forward: change it after the backward. FSDP does not support "
@@ -226,7 +225,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             continue;
         }
         flat_param->gathered = 0;
-        const int refresh = !flat_param->has_secondary_shard || (unit->stale && !root->in_backward);
+        const int refresh = !fp_flat_param_has_secondary_shard(flat_param) || (unit->stale && !root->in_backward);
         if (!refresh && fp_flat_buffer_is_gathered(flat_param->flat)) {
             flat_param->gathered = 1;
             continue; /* it stays gathered, and its values are current */
@@ -246,7 +245,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         if (from_shards) {
             flat_param->synced = versions;
             flat_param->synced_steps = fp_optimizer_steps;
-            root->refreshes += k == 0 && unit->has_secondary_shard;
+            root->refreshes += k == 0 && fp_unit_has_secondary_shard(unit);
         }
         flat_param->versions = versions;
         flat_param->gathered = 1;
@@ -272,7 +271,7 @@ start_gather(fp_unit *unit)
     if (check_memory(unit) < 0) {
         return -1;
     }
-    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_sync_user_writes(unit) < 0) {
+    if (!root->in_backward && !fp_unit_has_secondary_shard(unit) && fp_unshard_sync_user_writes(unit) < 0) {
         return -1;
     }
     /* Data that was gathered in the capture of a CUDA graph has values in a replay only, and the graph owns its memory. */
@@ -294,8 +293,8 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->stale = 0;
-    unit->suspect = unit->suspect && unit->has_secondary_shard;
-    root->gathers += gathered && unit->sharded;
+    unit->suspect = unit->suspect && fp_unit_has_secondary_shard(unit);
+    root->gathers += gathered && fp_unit_is_sharded(unit);
     fp_unit_check(unit, "start_gather");
     return 0;
 }
@@ -312,7 +311,8 @@ fp_unshard_start(fp_unit *unit)
 int
 fp_unshard_is_for_graph(const fp_unit *unit)
 {
-    return unit->root->create_graph || (unit->root->retain_graph && unit->for_graph);
+    const fp_backward_kind kind = unit->root->in_backward;
+    return kind == FP_BACKWARD_RECORDS || (kind == FP_BACKWARD_RETAINS && unit->for_graph);
 }
 
 int
@@ -323,9 +323,14 @@ fp_unshard_make_full(fp_unit *unit)
         return -1;
     }
     const int is_ahead =
-        fresh && unit->state == FP_UNIT_GATHERING && !unit->root->in_backward && !unit->has_secondary_shard;
-    if ((is_ahead && unit->sharded && fp_fresh_check_ahead(unit) < 0) || (!fresh && fp_unshard_start(unit) < 0) ||
-        fp_unshard_move(unit, FP_UNIT_USE) < 0) {
+        fresh && unit->state == FP_UNIT_GATHERING && !unit->root->in_backward && !fp_unit_has_secondary_shard(unit);
+    if (is_ahead && fp_unit_is_sharded(unit) && fp_fresh_check_ahead(unit) < 0) {
+        return -1;
+    }
+    if (!fresh && fp_unshard_start(unit) < 0) {
+        return -1;
+    }
+    if (fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }
     unit->gather_pass = unit->root->pass;
@@ -420,7 +425,7 @@ fp_unshard_end_forward(fp_unit *unit, int awaits_backward)
     if (!awaits_backward && (unit->for_graph ? fp_unshard_keep(unit, -1) : fp_unshard_release(unit)) < 0) {
         return -1;
     }
-    if (awaits_backward && !unit->reshard_after_forward && unit->sharded) {
+    if (awaits_backward && !unit->reshard_after_forward && fp_unit_is_sharded(unit)) {
         return 0;
     }
     return unit->for_graph ? fp_unit_each(unit, fp_flat_param_list_params) : fp_unshard_show_params(unit);
@@ -429,7 +434,7 @@ fp_unshard_end_forward(fp_unit *unit, int awaits_backward)
 int
 fp_unshard_frees_passed(const fp_unit *unit)
 {
-    return !fp_unshard_is_for_graph(unit) && (unit->root->synchronize || unit->reshard_after_forward);
+    return !fp_unshard_is_for_graph(unit) && (fp_root_synchronizes(unit->root) || unit->reshard_after_forward);
 }
 
 int
@@ -438,7 +443,7 @@ fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param)
     if (!fp_unshard_frees_passed(unit)) {
         return 0;
     }
-    if (unit->root->synchronize && flat_param->param_group != NULL &&
+    if (fp_root_synchronizes(unit->root) && flat_param->plan->param_group != NULL &&
         fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
         return -1;
     }

@@ -132,6 +132,12 @@ fp_flat_buffer_run_here(fp_flat_buffer *flat, PyObject *const *views)
     });
 }
 
+int
+fp_flat_buffer_has_node(const fp_flat_buffer *flat) noexcept
+{
+    return flat->node != nullptr;
+}
+
 void
 fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) noexcept
 {

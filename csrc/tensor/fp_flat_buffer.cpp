@@ -139,14 +139,31 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
     });
 }
 
+const fp_flat_buffer_plan *
+fp_flat_buffer_plan_of(const fp_flat_buffer *flat) noexcept
+{
+    return flat;
+}
+
+void
+fp_flat_buffer_free_groups(const fp_flat_buffer_plan *plan)
+{
+    for (fp_group *group : {plan->shard_group, plan->replicate_group, plan->param_group, plan->outer_group}) {
+        fp_group_free(group);
+    }
+}
+
 void
 fp_flat_buffer_free(fp_flat_buffer *flat)
 {
-    if (flat != nullptr) {
-        fp::unless_failed([&] { fp::wait_for_fill(*flat); });
-        fp::unless_failed([&] { fp::drop_reload(*flat); });
+    if (flat == nullptr) {
+        return;
     }
+    fp::unless_failed([&] { fp::wait_for_fill(*flat); });
+    fp::unless_failed([&] { fp::drop_reload(*flat); });
+    const fp_flat_buffer_plan plan = *flat;
     delete flat;
+    fp_flat_buffer_free_groups(&plan);
 }
 
 int
@@ -355,7 +372,7 @@ fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
     IMPLIES(flat->data != FP_DATA_SHARDED, flat->unsharded.defined());
     IMPLIES(flat->work != nullptr, flat->is_under_way());
     IMPLIES(flat->node != nullptr, flat->unit != nullptr);
-    IMPLIES(flat->has_joined, flat->may_join);
+    IMPLIES(flat->join == fp_flat_buffer::Join::joined, flat->work != nullptr || flat->reduction != nullptr);
     IMPLIES(flat->secondary_shard.defined(), flat->param_group != nullptr);
     IMPLIES(flat->next_secondary_shard.defined(), flat->outer_group != nullptr);
     IMPLIES(flat->partial_reduce_output.defined(), flat->outer_group != nullptr);

@@ -25,7 +25,7 @@
 
 FP_BEGIN_C
 
-/* The part of a flat buffer that never changes. Groups are borrowed and outlive it. */
+/* The part of a flat buffer that never changes. The flat buffer owns the groups. */
 typedef struct {
     int64_t shard_numel;
     int rank, shards;             /* this rank's shard, 0 <= rank < shards */
@@ -48,8 +48,11 @@ typedef struct {
 } fp_flat_buffer_options;
 
 typedef struct fp_flat_buffer fp_flat_buffer;
-/* NULL with ValueError: the numbers or groups of the plan do not fit together. */
+/* It takes the groups of the plan. NULL with ValueError: the numbers or groups of the plan do not fit together; the caller has
+ * the groups still. */
 fp_flat_buffer *fp_flat_buffer_new(const fp_flat_buffer_options *options);
+const fp_flat_buffer_plan *fp_flat_buffer_plan_of(const fp_flat_buffer *flat) FP_NOEXCEPT; /* borrowed */
+void fp_flat_buffer_free_groups(const fp_flat_buffer_plan *plan);
 /* In a build with FP_CHECK: print and abort if an invariant does not hold; see runtime/fp_check.h. */
 void fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) FP_NOEXCEPT;
 /* NULL is allowed. A pending collective keeps the memory until it has ended. */
@@ -77,6 +80,7 @@ void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCE
 /* Make the views of the unsharded tensor behind one autograd node, which calls ref's unit with index, the number of this flat
  * parameter in it. untracked: leaves without a node. out[n] receives new references; on failure none. */
 int fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
+int fp_flat_buffer_has_node(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 0: the views are leaves, or there are none */
 /* Let the node run only after all nodes that were recorded since began (fp_graph_now). Without this call it runs as soon as its
  * gradients are there; a reentrant checkpoint may give more of them later. */
 void fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) FP_NOEXCEPT;

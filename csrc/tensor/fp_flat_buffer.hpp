@@ -27,10 +27,11 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
     c10::intrusive_ptr<c10d::Work> work;  // the pending gather; null: none
     fp_group *work_group = nullptr;       // its group, borrowed
-    bool may_join = false;                // between fp_flat_buffers_begin and _end: collectives join into one call
-    bool has_joined = false;              // its collective is part of that call, whose work replaces its own
-    at::Tensor accumulated_grad;          // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output;     // nested: [total / param_shards], gradients reduced over param_group
+    // Between fp_flat_buffers_begin and _end collectives may join into one call; joined: its collective is part of that call,
+    // whose work replaces its own.
+    enum class Join { alone, may, joined } join = Join::alone;
+    at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial_reduce_output; // nested: [total / param_shards], gradients reduced over param_group
     at::Tensor reduce_input, reduce_output;   // of the pending reduction, in reduce_dtype_of(shard)
     at::Tensor reduce_slice;                  // the part of reduce_input to copy to reduce_output after an all-reduce
     c10::intrusive_ptr<c10d::Work> reduction; // the pending reduction; null: none
@@ -57,6 +58,10 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
 
     explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
+    void note_joined()
+    {
+        join = join == Join::may ? Join::joined : join;
+    }
     // Code outside may read the memory of unsharded by its address: do not free it, do not write to it.
     bool is_borrowed() const
     {

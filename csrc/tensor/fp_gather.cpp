@@ -54,7 +54,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
         return false;
     }
     flat.work = all_gather(group, output, input);
-    flat.has_joined = flat.may_join;
+    flat.note_joined();
     return true;
 }
 
@@ -327,7 +327,7 @@ fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shar
         }
         native->startCoalescing(device.type());
         for (Py_ssize_t k = 0; k < n; k++) {
-            flats[k]->may_join = true;
+            flats[k]->join = fp_flat_buffer::Join::may;
         }
         return 1;
     });
@@ -347,10 +347,10 @@ fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
         }
         for (Py_ssize_t k = 0; k < n; k++) {
             auto &begun = what == FP_JOIN_GATHERS ? flats[k]->work : flats[k]->reduction;
-            if (flats[k]->has_joined && begun && work) {
+            if (flats[k]->join == fp_flat_buffer::Join::joined && begun && work) {
                 begun = work;
             }
-            flats[k]->may_join = flats[k]->has_joined = false;
+            flats[k]->join = fp_flat_buffer::Join::alone;
         }
     });
 }

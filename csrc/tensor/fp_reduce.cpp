@@ -111,7 +111,7 @@ reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
     }
     else {
         flat.reduction = start_reduction(flat, group);
-        flat.has_joined = flat.may_join;
+        flat.note_joined();
     }
 }
 
@@ -420,7 +420,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
             const double factor = fp::factor_over(*flat, *flat->replicate_group, flat->reduce_output);
             flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output, factor);
             flat->is_divided = flat->is_divided || factor != 1.0;
-            flat->has_joined = flat->may_join;
+            flat->note_joined();
         }
         fp::move(*flat, FP_GRADIENT_REDUCE);
         return 0;

@@ -147,3 +147,37 @@ def test_three_files_call_stores_in_cpp():
     for file in sorted((PACKAGE.parent / "csrc").rglob("*.[ch]*")):
         if file.name not in ("fp_board.cpp", "fp_calls.cpp", "fp_watch.cpp"):
             assert not IN_CPP.search(file.read_text()), file
+
+
+STRUCTS = {
+    "fp_root": "runtime/fp_types.h",
+    "fp_unit": "runtime/fp_types.h",
+    "fp_flat_param": "runtime/fp_flat_param.h",
+    "fp_flat_buffer_plan": "tensor/fp_flat_buffer.h",
+    "fp_flat_buffer": "tensor/fp_flat_buffer.hpp",
+}
+MOST_FIELDS = 157  # of all five; a field more wants another one gone: one that follows from others, or says the same
+IN_CPP_STRUCTS = re.compile(
+    r"\n    \w[^;{]*\([^;{]*\)(?: const)?\s*\{.*?\n    \}|enum class \w+ \{[^}]*\} ?", re.DOTALL
+)
+
+
+def fields_of(struct):
+    """The names of a struct's fields: an array, or another struct, is one; functions and enums are none."""
+    text = (PACKAGE.parent / "csrc" / STRUCTS[struct]).read_text()
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+    if f"}} {struct};" in text:
+        end = text.index(f"}} {struct};")
+        body = text[text.rindex("{", 0, end) + 1 : end]
+    else:
+        body = text.partition(f"struct {struct} : ")[2].partition("{")[2].partition("\n};")[0]
+    body = re.sub("<[^;]*?>", "", IN_CPP_STRUCTS.sub("", body).replace("PyObject_HEAD", ""))
+    declared = [line.partition("=")[0].strip() for line in body.split(";") if "(" not in line]
+    return [name for line in declared for name in re.findall(r"(\w+)\s*(?:,|$)", line)]
+
+
+def test_the_structs_of_the_runtime_have_few_fields():
+    found = {struct: fields_of(struct) for struct in STRUCTS}
+    some = {"fp_root": "watched", "fp_unit": "next_forward", "fp_flat_param": "shown", "fp_flat_buffer": "node"}
+    assert all(name in found[struct] for struct, name in some.items())
+    assert sum(map(len, found.values())) <= MOST_FIELDS, {struct: len(names) for struct, names in found.items()}
