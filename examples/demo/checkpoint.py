@@ -28,7 +28,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Put a checkpoint in the place of the one at ``path``, which is whole at every moment. A collective call."""
+    """Replace the checkpoint at ``path``, which is whole at every moment. A collective call."""
     if not isinstance(model, FullyShardedDataParallel):
         flatparam.checkpoint.save(path, model, optimizer, {"step": step}, overwrite=True)
         return
@@ -52,7 +52,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and optimizer state by the names of the plain model, on every rank. A collective call."""
+    """Return weights and optimizer state under the names of the plain model, on every rank. A collective call."""
     state: Any = get_state_dict(model, optimizer, options=FULL)
     weights, optimizer_state = state
     # With use_orig_params=False all parameters of a unit get one and the same step counter from torch. A plain
@@ -78,13 +78,13 @@ def write_atomically(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What ``write_atomically`` has written; tensors and plain values only, so that a file can run no code."""
+    """Read a file of ``write_atomically``. It has tensors and plain values only, so it can run no code."""
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest absolute difference of two states of the same structure; infinite where one is not finite.
+    """Return the largest absolute difference of two states of the same structure; infinite if a value is not finite.
 
     It is 0 only where no bit differs: 0.0 and -0.0 differ by the least number above 0.
 

@@ -1,4 +1,4 @@
-"""``python -m examples.demo``: options, the run, what is printed and written, the exit status."""
+"""``python -m examples.demo``: its options, the run, its output and files, the exit status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGY_HELP = (
 
 
 def parser(defaults: Config) -> Parser:
-    """The options; what is not given is as in ``defaults``."""
+    """Return the parser. ``defaults``: the values of options that are not given."""
     made = Parser(
         prog="python -m examples.demo",
         description="Train a byte-level GPT on the language reference that CPython carries, three ways on the same "
@@ -64,7 +64,7 @@ def parser(defaults: Config) -> Parser:
 
 
 def parse(arguments: list[str]) -> Config:
-    """The settings that ``arguments`` ask for. Raises: BadSetting; SystemExit for what argparse refuses."""
+    """Return the settings of ``arguments``. Raises: BadSetting; SystemExit if argparse refuses them."""
     base = QUICK if "--quick" in arguments else DEFAULTS
     options = parser(base).parse_args(arguments)
     if options.device == "cuda":
@@ -106,7 +106,7 @@ def demo(config: Config) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Run the command. Returns: the exit status."""
     try:
         config = parse(arguments)
         config.out.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,6 @@ def main(arguments: list[str]) -> int:
 
 
 def fail(message: str, status: int) -> int:
-    """Print the one line that says why; returns ``status``."""
+    """Print ``message`` as one line. Returns: ``status``."""
     print(f"examples.demo: {message}", file=sys.stderr)
     return status

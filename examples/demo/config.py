@@ -23,7 +23,7 @@ class BadSetting(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """What every process of a run has to know.
+    """The settings of a run; every process has them.
 
     Args: ``micro_batches`` a rank and step, each of ``batch`` sequences, so a step sees
     ``ranks * micro_batches * batch * context`` bytes; ``threads`` for torch, the same in every process;
@@ -82,37 +82,37 @@ class Config:
 
     @property
     def heads(self) -> int:
-        """Attention heads in a block."""
+        """The number of attention heads in a block."""
         return self.width // HEAD_WIDTH
 
     @property
     def backend(self) -> str:
-        """Of the collectives."""
+        """The backend of the collectives."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
     def peak(self) -> str:
-        """What the peak of a process is of."""
+        """The kind of memory whose peak a process measures."""
         return "peak allocated on the GPU" if self.device == "cuda" else "peak RSS over imports"
 
     @property
     def is_layer_zero(self) -> bool:
-        """Whether parameters are gathered over other ranks than the optimizer's state is spread over."""
+        """Whether parameters are gathered over fewer ranks than the optimizer state is sharded over."""
         return self.strategy.startswith("layer-zero")
 
     @property
     def torch_strategy(self) -> str:
-        """What torch's FSDP1 trains with: the same, or the nearest it has."""
+        """The strategy of torch's FSDP1: the same, or the nearest that it has."""
         return self.strategy if self.strategy in TORCH_STRATEGIES else "full-shard"
 
     @property
     def checkpoint_name(self) -> str:
-        """A folder of ``flatparam.checkpoint``; with torch's runtime a file of torch's."""
+        """The name of the checkpoint: a folder of ``flatparam.checkpoint``; with torch's runtime a file of torch."""
         return "checkpoint" if self.runtime == "flatparam" else "checkpoint.pt"
 
     @property
     def adds_in_fp32(self) -> bool:
-        """Whether the gradients of micro-batches are added in fp32 where they are computed in bf16."""
+        """Whether gradients in bf16 are added over micro-batches in fp32."""
         return self.is_layer_zero
 
     @property
@@ -126,14 +126,14 @@ class Config:
 
     @property
     def as_torch(self) -> bool:
-        """Whether flatparam must equal torch's FSDP1 bit for bit: both take the same sums in the same order."""
+        """Whether flatparam must equal torch's FSDP1 bit for bit, because both add in the same order."""
         nested = self.strategy == "layer-zero-nested" and self.ranks > 2
         rounded = self.adds_in_fp32 and self.precision == "bf16" and self.micro_batches > 2  # two round alike
         return not nested and not rounded and self.device == "cpu"
 
     @property
     def loss_to_reach(self) -> float | None:
-        """The validation loss that a run of this length has to reach, if any."""
+        """The validation loss that a run of this length must reach; None: any."""
         return self.target if self.steps >= self.target_steps else None
 
     def learning_rate_at(self, step: int) -> float:

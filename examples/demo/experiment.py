@@ -20,7 +20,7 @@ HOST_RUNS = (TORCH, FLATPARAM)
 
 @dataclass
 class Run:
-    """What one way of training gave.
+    """The results of one way of training.
 
     ``losses``: one row a step, one column a share of the batch (each rank has one share, the unsharded process all).
     ``block_seconds``: the median step of each block; ``validation``: (steps done, loss).
@@ -36,13 +36,13 @@ class Run:
 
     @property
     def mean_losses(self) -> list[float]:
-        """The loss curve: one number a step."""
+        """The loss of each step."""
         return [statistics.fmean(row) for row in self.losses]
 
 
 @dataclass
 class Results:
-    """Everything that the report is made of."""
+    """The results of all ways of training, for the report."""
 
     facts: list[Facts]
     runs: dict[str, Run]
@@ -58,7 +58,7 @@ class Results:
 
     @property
     def engines(self) -> dict[str, set[str]]:
-        """Whose code sharded the model, as the processes of each sharded run say."""
+        """The code that sharded the model, by the answers of the processes of each sharded run."""
         return {name: {fact.engine for fact in self.facts if fact.run == name} for name in RUNS if name != UNSHARDED}
 
 
@@ -156,7 +156,7 @@ def _validate(team: Team, runs: dict[str, Run], done: int) -> None:
 
 
 def _merged(blocks: list[Block]) -> Block:
-    """The blocks of all ranks of a run as one: shares side by side, the time of the slowest rank."""
+    """Return the blocks of all ranks of a run as one, with the shares of all and the time of the slowest rank."""
     losses = [[loss for row in rows for loss in row] for rows in zip(*(block.losses for block in blocks), strict=True)]
     seconds = [max(times) for times in zip(*(block.seconds for block in blocks), strict=True)]
     return Block(losses, seconds)

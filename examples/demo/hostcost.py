@@ -1,4 +1,4 @@
-"""What sharding costs on the host: a tiny batch, collectives that do nothing, the bare module in turn."""
+"""The cost of sharding on the host: a tiny batch, collectives that do nothing, the bare module in turn."""
 
 from __future__ import annotations
 

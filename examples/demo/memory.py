@@ -1,4 +1,4 @@
-"""How many bytes a process holds: of tensors, and at most, resident or on its GPU."""
+"""The bytes of a process: of its tensors, and the peak of its resident memory or of its GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages under ``tensors``, each counted once: padding counts, a view does not."""
+    """Return the bytes of the storages of ``tensors``. Each storage counts once, with padding."""
     storages = {}
     for tensor in tensors:
         if tensor is not None:
@@ -20,13 +20,13 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in the optimizer's state."""
+    """Return the bytes of the tensors in the state of the optimizer."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return tensor_bytes(value for value in values if isinstance(value, Tensor))
 
 
 class PeakMemory:
-    """The peak of memory from now on, above what there is now: of what is resident, or allocated on the GPU."""
+    """The growth of memory from now to its peak: of resident memory, or of memory allocated on the GPU."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._on_gpu = device == "cuda"
@@ -41,7 +41,7 @@ class PeakMemory:
         self._baseline = _status("VmRSS")
 
     def above_start(self) -> int:
-        """Bytes."""
+        """The growth in bytes."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated() - self._baseline
         return _status("VmHWM") - self._baseline

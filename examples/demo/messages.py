@@ -1,4 +1,4 @@
-"""What the parent and its processes say to each other. No torch."""
+"""The messages between the parent and its processes. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Role:
-    """Which process this is: ``run`` is a name from ``RUNS``; ``scratch`` a folder of this demo only."""
+    """The place of a process in the demo. ``run``: a name from ``RUNS``; ``scratch``: a folder of this demo alone."""
 
     run: str
     rank: int
@@ -16,13 +16,13 @@ class Role:
 
     @property
     def store(self) -> Path:
-        """The file over which the processes of the run find each other."""
+        """The file of the store of the run's process group."""
         return self.scratch / f"{self.run}.store"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process says of itself when it is ready; ``engine``: whose code shards its model; ``device``: its name."""
+    """The first answer of a process. ``engine``: the code that shards its model; ``device``: the name of its device."""
 
     torch: str
     threads: int

@@ -45,7 +45,7 @@ class Stopped(BaseException):
 
 
 def stop_on_signals() -> None:
-    """From now on SIGINT (Ctrl-C), SIGTERM and SIGHUP raise Stopped, once: a second one does not disturb the end."""
+    """Let SIGINT (Ctrl-C), SIGTERM and SIGHUP raise Stopped, once: a second one does not disturb the end."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -67,7 +67,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the process in messages."""
         return self.role.run if self.role.run == UNSHARDED else f"{self.role.run} rank {self.role.rank}"
 
 
@@ -107,11 +107,11 @@ class Team:
         return self._collect(members)
 
     def ask(self, run: str, command: str, *arguments: object) -> list[Any]:
-        """Have all processes of one run call ``Worker.command(*arguments)``; returns the results in rank order."""
+        """Let all processes of one run call ``Worker.command(*arguments)``. Returns: the results in rank order."""
         return self._collect(self._tell(run, command, *arguments))
 
     def kill(self, run: str, command: str, *arguments: object) -> None:
-        """Have all processes of one run begin a long ``Worker.command(*arguments)``, and kill them in the middle."""
+        """Let all processes of one run begin a long ``Worker.command(*arguments)``, and kill them in the middle."""
         members = self._tell(run, command, *arguments)
         time.sleep(KILLED_AFTER_SECONDS)
         for member in members:
@@ -151,7 +151,7 @@ class Team:
             raise self._failure(member) from None
 
     def _collect(self, members: list[Member]) -> list[Any]:
-        """The answer of each of ``members``, while watching all processes: one that owes no answer can only end."""
+        """Return the answer of each of ``members``; meanwhile watch all processes, because any may end."""
         by_connection = {member.connection: member for member in self._members}
         answers: dict[str, Any] = {}
         while len(answers) < len(members):
@@ -171,7 +171,7 @@ class Team:
         return [answers[member.name] for member in members]
 
     def _failure(self, member: Member, reason: str = "", trace: str = "") -> DemoFailed:
-        """Why the demo has to end. A killed process comes first: it makes the others raise."""
+        """Return the reason for the end of the demo. A killed process comes first: it makes the others raise."""
         deadline = time.monotonic() + BLAME_SECONDS
         while time.monotonic() < deadline:
             for each in self._members:

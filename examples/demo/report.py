@@ -1,4 +1,4 @@
-"""What came out, as checks that hold or do not and as plain tables."""
+"""The report: checks, which hold or not, and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def largest_difference(a: list[list[float]], b: list[list[float]]) -> float:
 
 
 def checks(config: Config, results: Results) -> list[Check]:
-    """Everything that the demo claims."""
+    """Return the checks of all claims of the demo."""
     runs, ours = results.runs, results.runs[FLATPARAM]
     to_torch = largest_difference(ours.losses, runs[TORCH].losses)
     to_unsharded = largest_difference(ours.losses, runs[UNSHARDED].losses)
@@ -79,7 +79,7 @@ def checks(config: Config, results: Results) -> list[Check]:
 
 
 def printable(text: str) -> str:
-    """``text`` with a dot for each character that could disturb a terminal."""
+    """Replace each character of ``text`` that could disturb a terminal by a dot."""
     return "".join(char if char.isprintable() else "·" for char in text)
 
 
@@ -105,7 +105,7 @@ def runs_table(results: Results) -> str:
 
 
 def host_cells(run: Run) -> list[str]:
-    """A wrapped pass, what it takes over the bare module's, and their ratio: medians of passes taken in turn."""
+    """Return the time of a wrapped pass, its excess over the bare module, and their ratio: medians, taken in turn."""
     over = statistics.median(wrapped - bare for bare, wrapped in run.host)
     ratio = statistics.median(wrapped / bare for bare, wrapped in run.host)
     return [f"{1e3 * statistics.median(w for _, w in run.host):.2f}", f"{1e3 * over:.2f}", f"{ratio:.2f}"]

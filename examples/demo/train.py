@@ -26,7 +26,7 @@ Wrapper = type[FullyShardedDataParallel] | type[flatparam.FullyShardedDataParall
 
 
 class Trainer:
-    """What the two ways have in common: a model, AdamW, and the shares of each batch that this process computes."""
+    """The common part of both ways: a model, AdamW, and the shares of each batch that this process computes."""
 
     def __init__(self, config: Config, corpus: Corpus, model: nn.Module, shares: range) -> None:
         self.config = config
@@ -42,7 +42,7 @@ class Trainer:
         return self.model
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around the forward and backward of each micro-batch but the last."""
+        """The context of the forward and backward of each micro-batch but the last."""
         return nullcontext()
 
     def take_micro_batch(self) -> None:
@@ -158,13 +158,13 @@ class Sharded(Trainer):
 
 
 def wrapper_of(run: str, config: Config) -> Wrapper:
-    """Whose wrapper a sharded run uses; with the drop-in it is torch's, on whichever handle is installed."""
+    """Return the wrapper of a sharded run. With the drop-in it is torch's, on the installed handle."""
     own = run == FLATPARAM and config.runtime == "flatparam"
     return flatparam.FullyShardedDataParallel if own else FullyShardedDataParallel
 
 
 def engine_of(model: nn.Module) -> str:
-    """Whose code shards ``model``: found on the model, not in the settings."""
+    """Return the name of the code that shards ``model``. It is found on the model, not in the settings."""
     if isinstance(model, flatparam.FullyShardedDataParallel):
         return "flatparam's FullyShardedDataParallel"
     if isinstance(model, FullyShardedDataParallel):

@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """The commands that the parent may give are the public methods; each is given to all processes of a run at once."""
+    """The public methods are the commands of the parent. It gives each to all processes of a run at once."""
 
     def __init__(self, config: Config, role: Role) -> None:
         torch.set_num_threads(config.threads)
@@ -65,7 +65,7 @@ class Worker:
         return Sharded(config, self._corpus, role.rank, wrapper_of(role.run, config))
 
     def facts(self) -> Facts:
-        """What the report says of this process."""
+        """Return the facts about this process for the report."""
         weights = sum(parameter.numel() for parameter in self._trainer.model.parameters())
         return Facts(
             torch=torch.__version__,
@@ -92,7 +92,7 @@ class Worker:
         return self._trainer.validate()
 
     def memory(self) -> Memory:
-        """The bytes held after the last step."""
+        """Return the bytes of this process after the last step."""
         parameters = list(self._trainer.model.parameters())
         return Memory(
             parameters=tensor_bytes(parameters),
@@ -139,7 +139,7 @@ class Worker:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which started it, ends."""
+    """Let the kernel kill this process when ``parent``, which started it, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
