@@ -348,9 +348,8 @@ def values_of_modules(
     found = []
     by_name, bare = {}, bare_names(module)
     for path, inner in module.named_modules():
-        clean = bare(path)
         if type(inner).set_extra_state is not nn.Module.set_extra_state:
-            by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
+            by_name[join(bare(path), _EXTRA)] = inner
     gives = {name for name, inner in by_name.items() if type(inner).get_extra_state is not nn.Module.get_extra_state}
     missing = [name for name in by_name if name in gives and name not in told]
     if strict and missing:

@@ -45,7 +45,7 @@ class Rendezvous:
         world: Any = dist.group.WORLD
         met = _met.setdefault(world, {})
         number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
-        name = f"flatparam council {liveness.generation_of_world()} of {','.join(map(str, self.ranks))} {number}"
+        name = f"flatparam rendezvous {liveness.generation_of_world()} of {','.join(map(str, self.ranks))} {number}"
         self._store = connection_of_world().below(name)
 
     @property
