@@ -85,7 +85,8 @@ board_number(board_object *self, PyObject *key)
 {
     int64_t number;
     const char *utf8 = PyUnicode_AsUTF8(key);
-    return utf8 == NULL || fp_board_number(self->board, utf8, &number) < 0 ? NULL : PyLong_FromLongLong(number);
+    const int status = utf8 == NULL ? -1 : fp_board_number(self->board, utf8, &number);
+    return status < 0 ? NULL : PyLong_FromLongLong(number);
 }
 
 static PyObject *
@@ -93,10 +94,10 @@ board_look(board_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     double waited;
     int processes;
-    return fp_check_nargs("look", nargs, 2) < 0 || fp_as_double(args[0], &waited) < 0 ||
-                   fp_as_bool(args[1], &processes) < 0
-               ? NULL
-               : fp_bool_unless(fp_board_look(self->board, waited, processes));
+    if (fp_read_args("look", args, nargs, "db", &waited, &processes) < 0) {
+        return NULL;
+    }
+    return fp_bool_unless(fp_board_look(self->board, waited, processes));
 }
 
 static PyObject *

@@ -40,7 +40,10 @@ held(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             goto done;
         }
         const int in_shard = PyObject_IsTrue(PyTuple_GET_ITEM(info, 0));
-        if (in_shard < 0 || (in_shard && add_held(fp_items(columns), info, args + 1, nargs - 1, i) < 0)) {
+        if (in_shard < 0) {
+            goto done;
+        }
+        if (in_shard && add_held(fp_items(columns), info, args + 1, nargs - 1, i) < 0) {
             goto done;
         }
     }
@@ -89,9 +92,11 @@ fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int64_t begin, end;
     size_t count;
 
-    if (fp_check_nargs("boxes_of_range", nargs, 3) < 0 || fp_as_int64(args[1], &begin) < 0 ||
-        fp_as_int64(args[2], &end) < 0 || fp_as_int64_array(args[0], &shape, &ndim) < 0) {
-        goto done;
+    if (fp_read_args("boxes_of_range", args, nargs, "Oii", &begin, &end) < 0) {
+        return NULL;
+    }
+    if (fp_as_int64_array(args[0], &shape, &ndim) < 0) {
+        return NULL;
     }
     if (ndim > FP_MAX_DIMS) {
         fp_fail(module, FP_EINVAL, "expected a shape of at most %d dimensions, got %zd", FP_MAX_DIMS, ndim);

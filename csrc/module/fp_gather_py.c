@@ -42,9 +42,10 @@ fp_gather_of(PyObject *object)
 static PyObject *
 gather_begin(gather_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    return fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(self->gather, args[0], args[1]) < 0
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (fp_check_nargs("begin", nargs, 2) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(fp_gather_begin(self->gather, args[0], args[1]));
 }
 
 static PyObject *

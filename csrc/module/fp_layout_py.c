@@ -125,7 +125,7 @@ layout_dealloc(PyObject *self)
 static int
 as_range(layout_object *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int64_t *begin, int64_t *end)
 {
-    if (fp_check_nargs(name, nargs, 2) < 0 || fp_as_int64(args[0], begin) < 0 || fp_as_int64(args[1], end) < 0) {
+    if (fp_read_args(name, args, nargs, "ii", begin, end) < 0) {
         return -1;
     }
     if (*begin < 0 || *begin > *end) {
@@ -139,12 +139,13 @@ static PyObject *
 layout_shard_range(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t rank, range[2];
-    if (fp_check_nargs("shard_range", nargs, 1) < 0 || fp_as_int64(args[0], &rank) < 0 ||
-        fp_fail(module_of(Py_TYPE(self)), fp_layout_shard_range(&self->layout, rank, &range[0], &range[1]),
-                "expected 0 <= rank < %lld, got %lld", (long long)self->layout.world_size, (long long)rank) < 0) {
+    if (fp_read_args("shard_range", args, nargs, "i", &rank) < 0) {
         return NULL;
     }
-    return fp_int64_tuple(range, 2);
+    const fp_status found = fp_layout_shard_range(&self->layout, rank, &range[0], &range[1]);
+    const int status = fp_fail(module_of(Py_TYPE(self)), found, "expected 0 <= rank < %lld, got %lld",
+                               (long long)self->layout.world_size, (long long)rank);
+    return status < 0 ? NULL : fp_int64_tuple(range, 2);
 }
 
 static PyObject *
@@ -190,8 +191,10 @@ layout_flatten(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
     const fp_layout *layout = &self->layout;
     int64_t begin, end;
     double fill;
-    if (fp_check_nargs("flatten", nargs, 4) < 0 || fp_as_double(args[1], &fill) < 0 ||
-        as_range(self, "flatten", args + 2, 2, &begin, &end) < 0) {
+    if (fp_read_args("flatten", args, nargs, "OdOO", &fill) < 0) {
+        return NULL;
+    }
+    if (as_range(self, "flatten", args + 2, 2, &begin, &end) < 0) {
         return NULL;
     }
     if (end > layout->padded_numel) {

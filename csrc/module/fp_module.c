@@ -68,9 +68,12 @@ fp_exec(PyObject *module)
     }
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, fp_types[i], NULL);
-        const int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
-        Py_XDECREF(type);
-        if (failed) {
+        if (type == NULL) {
+            return -1;
+        }
+        const int status = PyModule_AddType(module, (PyTypeObject *)type);
+        Py_DECREF(type);
+        if (status < 0) {
             return -1;
         }
     }

@@ -255,8 +255,7 @@ static PyObject *
 module_params_register_tensors(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int listed, unsafe;
-    if (fp_check_nargs("register_tensors", nargs, 3) < 0 || fp_as_bool(args[1], &listed) < 0 ||
-        fp_as_bool(args[2], &unsafe) < 0) {
+    if (fp_read_args("register_tensors", args, nargs, "Obb", &listed, &unsafe) < 0) {
         return NULL;
     }
     PyObject *tensors = fp_as_tuple(args[0], table->n, "tensors");
@@ -273,7 +272,7 @@ static PyObject *
 module_params_register_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int unsafe;
-    if (fp_check_nargs("register_parameters", nargs, 3) < 0 || fp_as_bool(args[2], &unsafe) < 0) {
+    if (fp_read_args("register_parameters", args, nargs, "OOb", &unsafe) < 0) {
         return NULL;
     }
     PyObject *given = read_given(table, args[0], args[1]);
@@ -304,17 +303,19 @@ static PyObject *
 module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int unsafe, plain = 0, status = -1;
-    if (fp_check_nargs("use_parameters", nargs, 4) < 0 || fp_as_bool(args[3], &unsafe) < 0) {
+    if (fp_read_args("use_parameters", args, nargs, "OOOb", &unsafe) < 0) {
         return NULL;
     }
     PyObject *given = read_given(table, args[1], args[2]);
     if (given != NULL) {
         plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
-        status = !plain || (register_given(table, given, unsafe) == 0 &&
-                            fp_torch_alias(fp_items(given), table->geometry, args[0]) == 0 &&
-                            alias_shared(table, given) == 0)
-                     ? 0
-                     : -1;
+        status = plain ? register_given(table, given, unsafe) : 0;
+    }
+    if (plain && status == 0) {
+        status = fp_torch_alias(fp_items(given), table->geometry, args[0]);
+    }
+    if (plain && status == 0) {
+        status = alias_shared(table, given);
     }
     Py_XDECREF(given);
     return status < 0 ? NULL : PyBool_FromLong(plain);
@@ -327,8 +328,7 @@ fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t
     PyObject *tensors = NULL, *result = NULL; /* owned, as views */
     PyObject **views = NULL;
     int again, listed, unsafe, shown_already = 0;
-    if (fp_check_nargs("use_unsharded", nargs, 6) < 0 || fp_as_bool(args[3], &again) < 0 ||
-        fp_as_bool(args[4], &listed) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
+    if (fp_read_args("use_unsharded", args, nargs, "OOObbb", &again, &listed, &unsafe) < 0) {
         return NULL;
     }
     if (args[2] != Py_None && !PyList_Check(args[2])) {
@@ -348,10 +348,13 @@ fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t
         goto done;
     }
     if (again) {
-        if (fp_torch_alias(fp_items(tensors), table->geometry, args[0]) == 0 &&
-            register_all(table, fp_items(tensors), NULL, place) == 0) {
-            result = Py_NewRef(args[2]);
+        if (fp_torch_alias(fp_items(tensors), table->geometry, args[0]) < 0) {
+            goto done;
         }
+        if (register_all(table, fp_items(tensors), NULL, place) < 0) {
+            goto done;
+        }
+        result = Py_NewRef(args[2]);
         goto done;
     }
     views = args[2] == Py_None ? new_views(table, args[0]) : forward_views(table, args[0], args[2], &shown_already);
@@ -375,19 +378,23 @@ fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t n
 {
     fp_module_params *table = (fp_module_params *)self;
     int unsafe, plain = 0, status = -1;
-    if (fp_check_nargs("use_sharded", nargs, 6) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
+    if (fp_read_args("use_sharded", args, nargs, "OOOOOb", &unsafe) < 0) {
         return NULL;
     }
     PyObject *given = read_given(table, args[2], args[3]);
     fp_pieces *pieces = given == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[4]);
     if (pieces != NULL) {
         plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
-        status =
-            !plain || (fp_torch_alias_flat(args[0], args[1], -1) == 0 && register_given(table, given, unsafe) == 0 &&
-                       fp_torch_alias_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels) == 0 &&
-                       alias_shared(table, given) == 0)
-                ? 0
-                : -1;
+        status = plain ? fp_torch_alias_flat(args[0], args[1], -1) : 0;
+    }
+    if (plain && status == 0) {
+        status = register_given(table, given, unsafe);
+    }
+    if (plain && status == 0) {
+        status = fp_torch_alias_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels);
+    }
+    if (plain && status == 0) {
+        status = alias_shared(table, given);
     }
     fp_pieces_release(pieces);
     Py_XDECREF(given);
@@ -482,7 +489,7 @@ module_params_set_grad_pieces(fp_module_params *table, PyObject *const *args, Py
     char *none = NULL;
     fp_pieces *pieces = NULL;
     int by_data, status = -1;
-    if (fp_check_nargs("set_grad_pieces", nargs, 5) < 0 || fp_as_bool(args[3], &by_data) < 0) {
+    if (fp_read_args("set_grad_pieces", args, nargs, "OOObO", &by_data) < 0) {
         return NULL;
     }
     params = fp_as_tuple(args[0], table->n, "parameters");

@@ -24,11 +24,11 @@ static PyObject *
 allocate(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t numel;
-    if (fp_check_nargs("allocate", nargs, 2) < 0 || fp_as_int64(args[1], &numel) < 0) {
+    if (fp_read_args("allocate", args, nargs, "Oi", &numel) < 0) {
         return NULL;
     }
     const int status = fp_torch_allocate(args[0], numel);
-    return status < 0 ? NULL : status == 2 ? Py_NewRef(Py_None) : PyBool_FromLong(status);
+    return status == 2 ? Py_NewRef(Py_None) : fp_bool_unless(status);
 }
 
 static PyObject *
@@ -159,8 +159,7 @@ grad_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     double order;
     int in_fp64;
-    if (fp_check_nargs("grad_norm", nargs, 4) < 0 || fp_as_double(args[1], &order) < 0 ||
-        fp_as_bool(args[2], &in_fp64) < 0) {
+    if (fp_read_args("grad_norm", args, nargs, "OdbO", &order, &in_fp64) < 0) {
         return NULL;
     }
     PyObject *items = PySequence_Tuple(args[0]);
@@ -174,8 +173,7 @@ static PyObject *
 clip_grads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     double root, max_norm;
-    if (fp_check_nargs("clip_grads", nargs, 4) < 0 || fp_as_double(args[2], &root) < 0 ||
-        fp_as_double(args[3], &max_norm) < 0) {
+    if (fp_read_args("clip_grads", args, nargs, "OOdd", &root, &max_norm) < 0) {
         return NULL;
     }
     PyObject *items = PySequence_Tuple(args[0]);
@@ -189,10 +187,10 @@ static PyObject *
 convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int accumulate;
-    return fp_check_nargs("convert", nargs, 3) < 0 || fp_as_bool(args[2], &accumulate) < 0 ||
-                   fp_torch_convert(args[0], args[1], accumulate) < 0
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (fp_read_args("convert", args, nargs, "OOb", &accumulate) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(fp_torch_convert(args[0], args[1], accumulate));
 }
 
 static PyObject *
@@ -218,7 +216,7 @@ static PyObject *
 wait_device(PyObject *module, PyObject *device)
 {
     const char *name = PyUnicode_AsUTF8(device);
-    return name == NULL || fp_wait_device(name) < 0 ? NULL : Py_NewRef(Py_None);
+    return name == NULL ? NULL : fp_none_unless(fp_wait_device(name));
 }
 
 static PyObject *

@@ -3,6 +3,9 @@
 
 #include "core/fp_alloc.h"
 
+#include <stdarg.h>
+#include <string.h>
+
 fp_module_state *
 fp_get_state(PyObject *module)
 {
@@ -28,6 +31,31 @@ int
 fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected)
 {
     return fp_check_nargs_between(name, nargs, expected, expected);
+}
+
+int
+fp_read_args(const char *name, PyObject *const *args, Py_ssize_t nargs, const char *kinds, ...)
+{
+    va_list out;
+    int status = fp_check_nargs(name, nargs, (Py_ssize_t)strlen(kinds));
+    va_start(out, kinds);
+    for (Py_ssize_t k = 0; status == 0 && k < nargs; k++) {
+        switch (kinds[k]) {
+            case 'i':
+                status = fp_as_int64(args[k], va_arg(out, int64_t *));
+                break;
+            case 'd':
+                status = fp_as_double(args[k], va_arg(out, double *));
+                break;
+            case 'b':
+                status = fp_as_bool(args[k], va_arg(out, int *));
+                break;
+            default: /* 'O' */
+                break;
+        }
+    }
+    va_end(out);
+    return status;
 }
 
 PyObject *

@@ -74,6 +74,11 @@ int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, P
 /* TypeError unless nargs == expected. */
 int fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected);
 
+/* Check the number of arguments and read those that are no objects. kinds has one letter an argument, and each but O stands
+ * for a pointer at the end: i int64_t *, d double *, b int * (True or False); O: the caller reads args[k] himself.
+ * Reads in order and stops at the first failure: TypeError or OverflowError. */
+int fp_read_args(const char *name, PyObject *const *args, Py_ssize_t nargs, const char *kinds, ...);
+
 /* An int, or an object with __index__, as int64_t. TypeError for anything else, OverflowError past 64 bits.
  * May run Python code (__index__). *out is written only on success. */
 int fp_as_int64(PyObject *object, int64_t *out);

@@ -241,8 +241,13 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
     const int had = old != NULL;
     Py_XDECREF(old);
     const int would_register = place.is_parameter ? 0 : PyObject_IsInstance(value, nn.parameter_class);
-    if (would_register < 0 || (had && PyObject_DelAttr(module, name) < 0) ||
-        (would_register ? PyObject_GenericSetAttr : PyObject_SetAttr)(module, name, value) < 0) {
+    if (would_register < 0) {
+        return -1;
+    }
+    if (had && PyObject_DelAttr(module, name) < 0) {
+        return -1;
+    }
+    if ((would_register ? PyObject_GenericSetAttr : PyObject_SetAttr)(module, name, value) < 0) {
         return -1;
     }
     if (place.is_parameter || !place.listed) {

@@ -283,7 +283,7 @@ fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     double partials[FP_NORM_BLOCKS + 1], norm = 0;
     fp_norm_job job = {.partials = partials, .result = &norm, .in_fp64 = 1};
     PyObject *result = NULL;
-    if (fp_check_nargs("kernel_norm", nargs, 2) < 0 || fp_as_bool(args[1], &job.is_max) < 0) {
+    if (fp_read_args("kernel_norm", args, nargs, "Ob", &job.is_max) < 0) {
         return NULL;
     }
     if (asked_init(module, &call, args[0], 1) == 0) {
@@ -301,8 +301,7 @@ fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     double wide = 0;
     fp_scale_job job = {.factor = &wide};
     PyObject *result = NULL;
-    if (fp_check_nargs("kernel_scale", nargs, 3) < 0 || fp_as_double(args[1], &wide) < 0 ||
-        fp_as_bool(args[2], &job.in_fp64) < 0) {
+    if (fp_read_args("kernel_scale", args, nargs, "Odb", &wide, &job.in_fp64) < 0) {
         return NULL;
     }
     const float narrow = (float)wide;

@@ -309,7 +309,7 @@ static PyObject *
 fp_py_alloc_fail_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t k;
-    if (fp_check_nargs("alloc_fail_at", nargs, 1) < 0 || fp_as_int64(args[0], &k) < 0) {
+    if (fp_read_args("alloc_fail_at", args, nargs, "i", &k) < 0) {
         return NULL;
     }
     fp_alloc_fail_at(k);
