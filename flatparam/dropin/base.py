@@ -14,8 +14,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
@@ -23,7 +21,6 @@ from ..common import optimizers
 from ..common.tensors import free, has_memory, same_storage
 from ..common.torch_private import (
     _FLAT_PARAM_PADDING_VALUE,
-    HandleShardingStrategy,
     HandleTrainingState,
     is_torchdynamo_compiling,
     torch_flat_param,
@@ -110,35 +107,12 @@ class Handle(Driven, TorchsNames):
     """The attributes of torch's handle. Users may write them: they are read at each use, and never cached."""
 
     flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
-    device: torch.device
-    process_group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    _aligned_numel: int
-    _debug_level: dist.DebugLevel
-    _device_handle: Any  # a _FSDPDeviceHandle
     _fake_process_group: Any  # if environment variables ask for one
-    _fsdp_extension: Any
-    _fully_sharded_module: nn.Module
-    _fwd_bwd_param_dtype: torch.dtype
-    _keep_low_precision_grads: bool
-    _low_prec_param_dtype_specified: bool
-    _low_prec_reduce_dtype_specified: bool
-    _offload_params: bool
-    _orig_param_dtype: torch.dtype
-    _reduce_dtype: torch.dtype
-    _setattr_param: Callable[[nn.Module, str, nn.Parameter], None]
-    _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
-    _sharding_strategy: HandleShardingStrategy
-    _skip_writeback_check: bool
+    _fwd_bwd_param_dtype: torch.dtype  # never None after _init_param_reduce_dtypes()
     _unit: Any = None  # a _C.ModuleParams, the loops in C; None: use torch's operations
     # Strategies that stay unsharded after forward leave the modules' unsharded views in place: the tensor under these
     # views. None: the views are of the flat parameter
     _unsharded_flat_param_for_skipped_views: Any = None
-    _use_fake_all_gather: bool
-    _use_fake_reduce: bool
-    _use_full_prec_in_eval: bool
-    _use_orig_params: bool
 
     # Our own, in the order of the modules that use them
 
@@ -181,8 +155,6 @@ class Handle(Driven, TorchsNames):
     _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here
     _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # fast path -> methods that it does not call; see step_of()
 
-    # torch's properties and methods
-
     def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
         self._aligns_addresses = align_addresses
 
@@ -197,21 +169,6 @@ class Handle(Driven, TorchsNames):
     @_get_unflat_views.setter
     def _get_unflat_views(self, way: Callable[..., Iterable[Tensor]]) -> None:
         self._own_way_to_unflatten = way
-
-    uses_sharded_strategy: bool = TORCH_HANDLE.uses_sharded_strategy
-    is_sharded = TORCH_HANDLE.is_sharded  # False before ``shard()`` and for NO_SHARD
-    _init_setattr_fns = TORCH_HANDLE._init_setattr_fns
-    _uses_param_mixed_precision: bool = TORCH_HANDLE._uses_param_mixed_precision
-    _uses_reduce_mixed_precision: bool = TORCH_HANDLE._uses_reduce_mixed_precision
-    _force_full_precision: bool = TORCH_HANDLE._force_full_precision
-    # Whether the modules still have forward's unsharded views although `flat_param` is sharded
-    _skipped_use_sharded_views: bool = TORCH_HANDLE._skipped_use_sharded_views
-    _fqns_in_shard: list[str] = TORCH_HANDLE._fqns_in_shard
-    _get_modules = TORCH_HANDLE._get_modules
-    param_module_names = TORCH_HANDLE.param_module_names  # (parameter name, module name) of each original parameter
-    shared_param_module_names = TORCH_HANDLE.shared_param_module_names  # the same for further places of shared ones
-    _init_param_reduce_dtypes = TORCH_HANDLE._init_param_reduce_dtypes
-    __repr__ = TORCH_HANDLE.__repr__
 
     @property
     def _handle_index(self) -> int | None:
@@ -379,3 +336,13 @@ class Handle(Driven, TorchsNames):
     @step_of(RESHARD)
     def _check_sharded(self, tensor: Tensor) -> None:
         self._check_size(tensor, "sharded", self.flat_param._sharded_size)
+
+
+# Properties and methods of torch's that do the same here: they use attributes, and methods that we define
+for _name in (
+    *("uses_sharded_strategy", "_uses_param_mixed_precision", "_uses_reduce_mixed_precision", "_force_full_precision"),
+    *("_skipped_use_sharded_views", "_fqns_in_shard", "is_sharded", "param_module_names", "shared_param_module_names"),
+    *("post_unshard", "post_reshard", "reshard_grad", "unflatten_as_params", "_get_modules", "_get_sharded_size"),
+    *("_get_flat_param_offsets", "_init_setattr_fns", "_init_param_reduce_dtypes", "__repr__"),
+):
+    setattr(Handle, _name, vars(TORCH_HANDLE)[_name])

@@ -214,11 +214,6 @@ class FlatParamHandle(Handle):
         shard = chunk.clone()
         return (F.pad(shard, [0, numel_to_pad]) if numel_to_pad > 0 else shard), numel_to_pad
 
-    _get_sharded_size = staticmethod(TORCH_HANDLE._get_sharded_size)
-
-    # First and last element (inclusive) of each original parameter and each padding in the unsharded flat parameter
-    _get_flat_param_offsets = TORCH_HANDLE._get_flat_param_offsets
-
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Describe the elements of each original parameter in this rank's shard; leave out parameters without any."""
         flat_param = self.flat_param
@@ -331,16 +326,13 @@ class FlatParamHandle(Handle):
     _use_unsharded_views = views.use_unsharded_views
     _take_over_attributes = views.take_over_attributes  # our own, a step of the constructor
     _use_sharded_views = views.use_sharded_views
-    unflatten_as_params = TORCH_HANDLE.unflatten_as_params  # a context: parameters in it, tensors after it
 
     # gathering.py
 
     pre_unshard = gathering.pre_unshard
     unshard = gathering.unshard
-    post_unshard = TORCH_HANDLE.post_unshard  # frees the low-precision shard after the gather
     needs_unshard = gathering.needs_unshard
     reshard = gathering.reshard
-    post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision parameter
     flat_param_to = gathering.flat_param_to
     _use_low_precision_shard = gathering.use_low_precision_shard
     _alloc_padded_unsharded_flat_param = gathering.alloc_padded_unsharded_flat_param
@@ -354,7 +346,6 @@ class FlatParamHandle(Handle):
     # gradients.py
 
     unshard_grad = gradients.unshard_grad
-    reshard_grad = TORCH_HANDLE.reshard_grad  # back to the sharded gradient that unshard_grad() saved
     prepare_gradient_for_backward = gradients.prepare_gradient_for_backward
     prepare_gradient_for_optim = gradients.prepare_gradient_for_optim
     sharded_grad = property(gradients.sharded_grad)
