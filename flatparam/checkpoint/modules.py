@@ -17,8 +17,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.names import bare_names, clean_tensor_name, join, without_wrappers
+from ..fsdp.states import model
 from ..fsdp.states.loading import may_become
-from ..fsdp.states.model import ModelStates, after_load, before_load
 from ..fsdp.states.safetensors_files import DTYPES
 from ..fsdp.states.snapshot import Beside
 from ..fsdp.states.ungathered import ungathered
@@ -66,7 +66,7 @@ class Taken:
 
 def _ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)
-    return hook in (before_load, after_load) or getattr(hook, "__module__", None) == _OF_WRAPPERS
+    return hook in (model.before_load, model.after_load) or getattr(hook, "__module__", None) == _OF_WRAPPERS
 
 
 def _overrides(module: nn.Module, name: str, *known: Any) -> bool:
@@ -78,7 +78,7 @@ def gives_by_itself(module: nn.Module) -> bool:
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return (
         _overrides(module, "_save_to_state_dict")
-        or _overrides(module, "state_dict", ModelStates.state_dict)
+        or _overrides(module, "state_dict", model.state_dict)
         or not all(map(_ours, hooks))
     )
 
@@ -92,7 +92,7 @@ def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return (
         _overrides(module, "_load_from_state_dict", *known)
-        or _overrides(module, "load_state_dict", ModelStates.load_state_dict)
+        or _overrides(module, "load_state_dict", model.load_state_dict)
         or not all(map(_ours, hooks))
     )
 

@@ -1,6 +1,7 @@
 """The structure of the package: which module imports which. Read from the source, type hints included."""
 
 import ast
+import importlib
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -95,6 +96,19 @@ def test_no_method_needs_more_than_its_class():
                 first = method.args.args[:1] if isinstance(method, ast.FunctionDef) else []
                 typed = any(each.arg == "self" and each.annotation is not None for each in first)
                 assert not typed, f"{name}.{node.name}.{method.name} types self"
+
+
+MOST_BASES = 3  # classes of ours that a class of ours is made from
+IN_PARTS = {"flatparam.layer_zero"}  # its handle is one class in files, each a base of the next
+
+
+def test_no_class_is_joined_from_many():
+    """A part of a class that only one class has is no class: it is functions of the object that they work on."""
+    for name in FILES.keys() - {"flatparam.__main__"}:
+        for kind in vars(importlib.import_module(name)).values():
+            if isinstance(kind, type) and kind.__module__ == name and name.rpartition(".")[0] not in IN_PARTS:
+                bases = [base.__name__ for base in kind.__mro__[1:] if base.__module__.startswith("flatparam.")]
+                assert len(bases) <= MOST_BASES, f"{name}.{kind.__name__} is joined from {bases}"
 
 
 STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python

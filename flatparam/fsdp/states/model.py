@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch.nn as nn
@@ -26,6 +25,7 @@ from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..sharding.parameters import Name, ParamInfo
 from ..sharding.unit_description import digest_of
+from ..unit.base import Wrapper
 from ..unit.local_params import LocalParam, UnitParam, params_of
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
@@ -41,7 +41,6 @@ from .rows import (
     whole_values,
 )
 from .snapshot import Before
-from .state_dict_type import Kinds
 from .table import Table
 from .ungathered import is_ungathered
 from .validate import checked_values
@@ -52,190 +51,196 @@ from .values import copy_of, same, shape_of
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
 
 
-class ModelStates(Kinds):
-    """The part of the wrapper that saves and loads parameters and buffers."""
+def state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
+    """Parameters and buffers under the names of the unwrapped model, in the form that ``state_dict_type`` says.
 
-    _watched: _Watched | None = None  # only between before_load and after_load of this unit
-    _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # the last load's values
+    A collective call, except for LOCAL_STATE_DICT. Units are gathered one after the other: the peak memory is the
+    result and one unit.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Parameters and buffers under the names of the unwrapped model, in the form that ``state_dict_type`` says.
+    - FULL: every parameter whole, in the dtype of its shard.
+    - SHARDED: this rank's rows of every parameter, as a DTensor if the unit was made with a device mesh, else as a
+      ShardedTensor.
+    - LOCAL: each flat parameter as a ShardedTensor that shares the shard's memory.
 
-        A collective call, except for LOCAL_STATE_DICT. Units are gathered one after the other: the peak memory is the
-        result and one unit.
+    Parameters that no unit shards, and buffers, are whole in all three forms.
+    Raises: ValueError for FULL, if ranks were wrapped with different values and have loaded none since.
+    """
+    kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+    prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
+    if is_ungathered():
+        return _ungathered_state(wrapper, prefix, destination, kwargs)
+    with one_of_each(wrapper._placement.compared):
+        return _gathered_state(wrapper, prefix, destination, kwargs)
 
-        - FULL: every parameter whole, in the dtype of its shard.
-        - SHARDED: this rank's rows of every parameter, as a DTensor if the unit was made with a device mesh, else as a
-          ShardedTensor.
-        - LOCAL: each flat parameter as a ShardedTensor that shares the shard's memory.
 
-        Parameters that no unit shards, and buffers, are whole in all three forms.
-        Raises: ValueError for FULL, if ranks were wrapped with different values and have loaded none since.
-        """
-        kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
-        if is_ungathered():
-            return self._ungathered_state(prefix, destination, kwargs)
-        with one_of_each(self._placement.compared):
-            return self._gathered_state(prefix, destination, kwargs)
-
-    def _gathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
-        ready: Any = _ready.pop((id(self), prefix), None)
-        if ready is not None and destination is not None:
-            destination.update(ready)
-            if hasattr(destination, "_metadata"):
-                destination._metadata.update(ready._metadata)
-            return destination
-        unit = self._unit
-        already = unit.summoned is not None
-        if not already:
-            self._check_idle_here("state_dict")
-        kind = _kind(unit, self._settings.state_dict_type)
-        # Not for the other forms: their tensors may be the targets of a load, which ends the mismatch
-        if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
-            unit.check_not_mismatched("state_dict")
-        to_cpu, keep_vars = self._settings.state_dict_config.offload_to_cpu, kwargs.get("keep_vars", False)
-        gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
-        if destination is None:
-            destination = kwargs["destination"] = _empty()
-        below: list[tuple[int, str]] = []
-        try:
-            for path, inner in units_below(self, prefix) if gathers else ():
-                given = _empty()
-                inner.state_dict(destination=given, prefix=path, keep_vars=keep_vars)
-                below.append((id(inner), path))
-                _ready[below[-1]] = given
-            metadata = getattr(destination, "_metadata", {})
-            counts = len(destination), len(metadata)
-            self._add_own(kwargs, prefix + FSDP_PREFIX, kind, gathers)
-        finally:
-            for key in below:
-                _ready.pop(key, None)
-        for mapping, count in zip((destination, metadata), counts, strict=True):
-            rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
-        self._convert(destination, prefix, counts[0] if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT else None)
+def _gathered_state(wrapper: Wrapper, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
+    ready: Any = _ready.pop((id(wrapper), prefix), None)
+    if ready is not None and destination is not None:
+        destination.update(ready)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(ready._metadata)
         return destination
+    unit = wrapper._unit
+    already = unit.summoned is not None
+    if not already:
+        wrapper._check_idle_here("state_dict")
+    kind = _kind(unit, wrapper._settings.state_dict_type)
+    # Not for the other forms: their tensors may be the targets of a load, which ends the mismatch
+    if wrapper._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
+        unit.check_not_mismatched("state_dict")
+    to_cpu, keep_vars = wrapper._settings.state_dict_config.offload_to_cpu, kwargs.get("keep_vars", False)
+    gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
+    if destination is None:
+        destination = kwargs["destination"] = _empty()
+    below: list[tuple[int, str]] = []
+    try:
+        for path, inner in units_below(wrapper, prefix) if gathers else ():
+            given = _empty()
+            inner.state_dict(destination=given, prefix=path, keep_vars=keep_vars)
+            below.append((id(inner), path))
+            _ready[below[-1]] = given
+        metadata = getattr(destination, "_metadata", {})
+        counts = len(destination), len(metadata)
+        _add_own(wrapper, kwargs, prefix + FSDP_PREFIX, kind, gathers)
+    finally:
+        for key in below:
+            _ready.pop(key, None)
+    for mapping, count in zip((destination, metadata), counts, strict=True):
+        rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+    _convert(wrapper, destination, prefix, counts[0] if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT else None)
+    return destination
 
-    def _add_own(self, kwargs: dict[str, Any], prefix: str, kind: StateDictType, gathers: bool) -> None:
-        """Add this unit's entries to ``kwargs["destination"]``, from its gathered parameters if ``gathers``."""
-        unit, destination, config = self._unit, kwargs["destination"], self._settings.state_dict_config
-        to_cpu = config.offload_to_cpu
-        drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
 
-        def take(param: UnitParam, value: Tensor) -> Any:
-            is_cut = kind is StateDictType.SHARDED_STATE_DICT
-            return cut_rows(param, value, to_cpu=to_cpu) if is_cut else copy_of(value, to_cpu)
+def _add_own(wrapper: Wrapper, kwargs: dict[str, Any], prefix: str, kind: StateDictType, gathers: bool) -> None:
+    """Add this unit's entries to ``kwargs["destination"]``, from its gathered parameters if ``gathers``."""
+    unit, destination, config = wrapper._unit, kwargs["destination"], wrapper._settings.state_dict_config
+    to_cpu = config.offload_to_cpu
+    drops = getattr(config, "rank0_only", False) and wrapper._placement.rank != 0
 
-        whole = kind is StateDictType.FULL_STATE_DICT
-        on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
-        with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
-            super().state_dict(**kwargs)
-            if kind is StateDictType.LOCAL_STATE_DICT:
-                settle(unit.flat_params)
-                put_flat(unit, destination, prefix, to_cpu)
-            else:
-                take_own(unit, destination, prefix, kwargs.get("keep_vars", False), None if drops else take)
+    def take(param: UnitParam, value: Tensor) -> Any:
+        is_cut = kind is StateDictType.SHARDED_STATE_DICT
+        return cut_rows(param, value, to_cpu=to_cpu) if is_cut else copy_of(value, to_cpu)
 
-    def _convert(self, destination: dict[str, Any], prefix: str, on_host_from: int | None) -> None:
-        """Move entries from the ``on_host_from``-th on to the host, and give buffers the dtype of the unwrapped model.
+    whole = kind is StateDictType.FULL_STATE_DICT
+    on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
+    with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
+        super(Wrapper, wrapper).state_dict(**kwargs)
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            settle(unit.flat_params)
+            put_flat(unit, destination, prefix, to_cpu)
+        else:
+            take_own(unit, destination, prefix, kwargs.get("keep_vars", False), None if drops else take)
 
-        These entries are buffers, and parameters that no unit shards.
-        """
-        if on_host_from is not None:
-            for key in itertools.islice(reversed(destination), len(destination) - on_host_from):
-                value = destination[key]
-                if isinstance(value, Tensor) and not is_rows(value) and value.device.type not in ("cpu", "meta"):
-                    destination[key] = value.to("cpu")
-        for name, dtype in self._buffer_dtypes.items():  # these buffers are kept in a lower precision
-            value = destination.get(prefix + name)
-            if isinstance(value, Tensor) and value.dtype != dtype:
-                destination[prefix + name] = value.to(dtype)
 
-    def _ungathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the entries that ``nn.Module`` makes from the current tensors, under the unwrapped model's names."""
-        found = _empty() if destination is None else destination
-        metadata = getattr(found, "_metadata", {})
-        counts = len(found), len(metadata)
-        super().state_dict(**{**kwargs, "destination": found})
-        for mapping, count in zip((found, metadata), counts, strict=True):
-            rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
-        return found
+def _convert(wrapper: Wrapper, destination: dict[str, Any], prefix: str, on_host_from: int | None) -> None:
+    """Move entries from the ``on_host_from``-th on to the host, and give buffers the dtype of the unwrapped model.
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict in any of the three forms. All ranks load all of it, or none loads anything.
+    These entries are buffers, and parameters that no unit shards.
+    """
+    if on_host_from is not None:
+        for key in itertools.islice(reversed(destination), len(destination) - on_host_from):
+            value = destination[key]
+            if isinstance(value, Tensor) and not is_rows(value) and value.device.type not in ("cpu", "meta"):
+                destination[key] = value.to("cpu")
+    for name, dtype in wrapper._buffer_dtypes.items():  # these buffers are kept in a lower precision
+        value = destination.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            destination[prefix + name] = value.to(dtype)
 
-        A collective call. A full state dict must be the same on every rank. A sharded or local one must have been saved
-        over the same ranks. Names in messages are those of the unwrapped model. Peak memory: until the load has ended,
-        a second copy of this rank's shards, and of the parameters and buffers that no unit manages.
-        Raises: RuntimeError on every rank, if keys, shapes or kinds of dtype do not fit on one of them, or if whole
-        values differ between ranks. The model then has its values from before.
-        """
-        if is_ungathered():
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._check_idle("load_state_dict")
-        units = list(units_of(self.modules()))
-        is_sharded = self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
-        if is_sharded or any(is_rows(value) for value in state_dict.values()):  # before anything is gathered
-            by_name = Table(self).by_name
-            named = ((key, by_name.get(clean_tensor_name(key))) for key in state_dict)
-            agree_on_rows("load_state_dict", units, _checked_rows(named, state_dict))
-        before, error, result = Before(self, units), None, None
-        values: Values = {}
+
+def _ungathered_state(wrapper: Wrapper, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the entries that ``nn.Module`` makes from the current tensors, under the unwrapped model's names."""
+    found = _empty() if destination is None else destination
+    metadata = getattr(found, "_metadata", {})
+    counts = len(found), len(metadata)
+    super(Wrapper, wrapper).state_dict(**{**kwargs, "destination": found})
+    for mapping, count in zip((found, metadata), counts, strict=True):
+        rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+    return found
+
+
+def load_state_dict(wrapper: Wrapper, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    """Load a state dict in any of the three forms. All ranks load all of it, or none loads anything.
+
+    A collective call. A full state dict must be the same on every rank. A sharded or local one must have been saved
+    over the same ranks. Names in messages are those of the unwrapped model. Peak memory: until the load has ended,
+    a second copy of this rank's shards, and of the parameters and buffers that no unit manages.
+    Raises: RuntimeError on every rank, if keys, shapes or kinds of dtype do not fit on one of them, or if whole
+    values differ between ranks. The model then has its values from before.
+    """
+    if is_ungathered():
+        return super(Wrapper, wrapper).load_state_dict(state_dict, strict=strict, assign=assign)
+    wrapper._check_idle("load_state_dict")
+    units = list(units_of(wrapper.modules()))
+    is_sharded = wrapper._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    if is_sharded or any(is_rows(value) for value in state_dict.values()):  # before anything is gathered
+        by_name = Table(wrapper).by_name
+        named = ((key, by_name.get(clean_tensor_name(key))) for key in state_dict)
+        agree_on_rows("load_state_dict", units, _checked_rows(named, state_dict))
+    before, error, result = Before(wrapper, units), None, None
+    values: Values = {}
+    try:
         try:
-            try:
-                result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                wrappers = [wrapper for wrapper in self.modules() if isinstance(wrapper, ModelStates)]
-                values = {name: value for wrapper in wrappers for name, value in wrapper._written.items()}
-                values |= checked_values(self, state_dict, {unit for unit, _ in values.values()})
-            except BaseException:
-                self._end_loadings(keeps=False)
-                raise
-            self._end_loadings(keeps=True)
-        except Exception as caught:
-            error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+            result = super(Wrapper, wrapper).load_state_dict(state_dict, strict=strict, assign=assign)
+            wrappers = [each for each in wrapper.modules() if isinstance(each, Wrapper)]
+            values = {name: value for each in wrappers for name, value in each._written.items()}
+            values |= checked_values(wrapper, state_dict, {unit for unit, _ in values.values()})
         except BaseException:
-            before.restore()
+            _end_loadings(wrapper, keeps=False)
             raise
-        try:
-            said = None if error is None else f"{type(error).__name__}: {error}"
-            agree_on_loading("load_state_dict", units, said, values)
-        except RuntimeError as told:
-            before.restore()
-            raise (told if error is None else error) from None
-        finally:
-            error = None  # its traceback holds this frame, and with it the copies in `before`
-        return result
+        _end_loadings(wrapper, keeps=True)
+    except Exception as caught:
+        error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+    except BaseException:
+        before.restore()
+        raise
+    try:
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        agree_on_loading("load_state_dict", units, said, values)
+    except RuntimeError as told:
+        before.restore()
+        raise (told if error is None else error) from None
+    finally:
+        error = None  # its traceback holds this frame, and with it the copies in `before`
+    return result
 
-    def _end_loadings(self, keeps: bool) -> None:
-        steps = [functools.partial(wrapper._end_loading, keeps) for wrapper in self.fsdp_modules(self)]
-        with _C.Block(lambda: None, functools.partial(in_turn, steps[::-1])):
-            pass
 
-    def _end_loading(self, keeps: bool = True) -> None:
-        """End the gather of this unit's load, if there is one. ``keeps``: write the loaded values into the shard."""
-        if not keeps:
-            self._watched, self._written = None, {}
-        if self._loading is not None:
-            self._loading.leave(keeps)
-            self._loading = None
+def _end_loadings(wrapper: Wrapper, keeps: bool) -> None:
+    steps = [functools.partial(end_loading, each, keeps) for each in wrapper.fsdp_modules(wrapper)]
+    with _C.Block(lambda: None, functools.partial(in_turn, steps[::-1])):
+        pass
 
-    # Methods of torch 1.12's class
 
-    def _local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        with self.state_dict_type(self, StateDictType.LOCAL_STATE_DICT):
-            return self.state_dict(*args, **kwargs)
+def end_loading(wrapper: Wrapper, keeps: bool = True) -> None:
+    """End the gather of this unit's load, if there is one. ``keeps``: write the loaded values into the shard."""
+    if not keeps:
+        wrapper._watched, wrapper._written = None, {}
+    if wrapper._loading is not None:
+        wrapper._loading.leave(keeps)
+        wrapper._loading = None
 
-    def _sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):
-            return self.state_dict(*args, **kwargs)
 
-    def _load_local_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.state_dict_type(self, StateDictType.LOCAL_STATE_DICT):
-            return self.load_state_dict(state_dict, *args, **kwargs)
+# Methods of torch 1.12's class
 
-    def _load_sharded_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):
-            return self.load_state_dict(state_dict, *args, **kwargs)
+
+def local_state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
+    with wrapper.state_dict_type(wrapper, StateDictType.LOCAL_STATE_DICT):
+        return wrapper.state_dict(*args, **kwargs)
+
+
+def sharded_state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
+    with wrapper.state_dict_type(wrapper, StateDictType.SHARDED_STATE_DICT):
+        return wrapper.state_dict(*args, **kwargs)
+
+
+def load_local_state_dict(wrapper: Wrapper, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    with wrapper.state_dict_type(wrapper, StateDictType.LOCAL_STATE_DICT):
+        return wrapper.load_state_dict(state_dict, *args, **kwargs)
+
+
+def load_sharded_state_dict(wrapper: Wrapper, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    with wrapper.state_dict_type(wrapper, StateDictType.SHARDED_STATE_DICT):
+        return wrapper.load_state_dict(state_dict, *args, **kwargs)
 
 
 def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
@@ -259,12 +264,12 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     Local form needs no gather. Rows are gathered into whole tensors. ``after_load`` ends the gather; after an exception
     ``load_state_dict`` of the outermost wrapper does.
     """
-    assert isinstance(module, ModelStates)
+    assert isinstance(module, Wrapper)
     put_units_in(state_dict, prefix)
     if is_ungathered():
         return
     unit, kind = module._unit, module._settings.state_dict_type
-    module._end_loading(keeps=False)  # left by a load that an exception of an outer module ended
+    end_loading(module, keeps=False)  # left by a load that an exception of an outer module ended
     if unit.summoned is not None:
         return
     if kind is StateDictType.LOCAL_STATE_DICT and all(flat_param.is_sharded for flat_param in unit.flat_params):
@@ -292,7 +297,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
     """Hook that torch calls after it has loaded a unit: write the shard, and name keys as the unwrapped model does."""
-    assert isinstance(module, ModelStates)
+    assert isinstance(module, Wrapper)
     watched, module._watched = module._watched, None
     if watched is not None and module._loading is not None:
         module._loading.missing, module._written = watched.outcome()
@@ -301,7 +306,7 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
         if module._loading is None and module._unit.summoned is None:
             module._unit.filled(module._missing)
             module._unit.loaded(module._missing)
-        module._end_loading()
+        end_loading(module)
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
 

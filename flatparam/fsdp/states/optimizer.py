@@ -2,6 +2,10 @@
 
 Policy only: arguments, forms, and who communicates. `optimizer_saving.py` makes a state, `optimizer_loading.py` cuts
 one, `rows.py` and `from_rank0.py` bring the elements of a state that is not whole here. Nothing here changes a model.
+
+A state is a dict with ``"state"`` (FQN of the unwrapped model -> key -> value) and ``"param_groups"``. A tensor
+with one element for each element of the parameter has the parameter's shape. Other values, as a step count, are as
+the optimizer has them. Parameters without state are left out.
 """
 
 from __future__ import annotations
@@ -31,158 +35,147 @@ from .values import copy_of, shape_of
 OptimInput = Iterable[Any] | None
 
 
-class OptimizerStates:
-    """The part of the wrapper that saves and loads optimizer states.
+@or_torchs
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: OptimInput = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the full state, on the host. ``rank0_only``: ``{}`` on all ranks of ``group`` but the first.
 
-    A state is a dict with ``"state"`` (FQN of the unwrapped model -> key -> value) and ``"param_groups"``. A tensor
-    with one element for each element of the parameter has the parameter's shape. Other values, as a step count, are as
-    the optimizer has them. Parameters without state are left out.
+    A collective call. Peak memory: the result, and one state tensor of the largest unit.
+    Raises: ValueError naming parameter and key, if ranks have different keys or values for a parameter.
     """
+    return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
 
-    @staticmethod
-    @or_torchs
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: OptimInput = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the full state, on the host. ``rank0_only``: ``{}`` on all ranks of ``group`` but the first.
 
-        A collective call. Peak memory: the result, and one state tensor of the largest unit.
-        Raises: ValueError naming parameter and key, if ranks have different keys or values for a parameter.
-        """
-        return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
+@or_torchs
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the state in the form that ``state_dict_type`` chooses. A collective call.
 
-    @staticmethod
-    @or_torchs
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the state in the form that ``state_dict_type`` chooses. A collective call.
+    ``optim_state_dict``: an earlier result of ``optim.state_dict()``; None: call it now.
+    """
+    settings = settings_of(model)
+    config = settings.optim_state_dict_config
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return _sharded(model, optim, given, to_cpu=config.offload_to_cpu)
+    rank0_only = getattr(config, "rank0_only", False)
+    return _full(model, optim, given, None, rank0_only, group, to_cpu=config.offload_to_cpu)
 
-        ``optim_state_dict``: an earlier result of ``optim.state_dict()``; None: call it now.
-        """
-        settings = settings_of(model)
-        config = settings.optim_state_dict_config
-        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            return _sharded(model, optim, given, to_cpu=config.offload_to_cpu)
-        rank0_only = getattr(config, "rank0_only", False)
-        return _full(model, optim, given, None, rank0_only, group, to_cpu=config.offload_to_cpu)
 
-    @staticmethod
-    @or_torchs
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return the state with this rank's rows of each tensor, as SHARDED_STATE_DICT has parameters.
+@or_torchs
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the state with this rank's rows of each tensor, as SHARDED_STATE_DICT has parameters.
 
-        A collective call. Raises: ValueError naming parameter and key, if ranks have different keys or values.
-        """
-        return _sharded(model, optim, optim.state_dict(), to_cpu=False)
+    A collective call. Raises: ValueError naming parameter and key, if ranks have different keys or values.
+    """
+    return _sharded(model, optim, optim.state_dict(), to_cpu=False)
 
-    @staticmethod
-    @or_torchs
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Convert a sharded state, saved over the same ranks, for this rank's ``optim.load_state_dict``.
 
-        A collective call. Raises: ValueError naming parameter and key, on all ranks, if the state does not fit on one.
-        """
-        table = Table(model)
-        fetch = _rows_of(table, sharded_optim_state_dict)
-        return _cut(table, plain_state(table, sharded_optim_state_dict), fetch, optim, None)
+@or_torchs
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Convert a sharded state, saved over the same ranks, for this rank's ``optim.load_state_dict``.
 
-    @staticmethod
-    @or_torchs
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Convert a full state, which every rank must have, for this rank's ``optim.load_state_dict``.
+    A collective call. Raises: ValueError naming parameter and key, on all ranks, if the state does not fit on one.
+    """
+    table = Table(model)
+    fetch = _rows_of(table, sharded_optim_state_dict)
+    return _cut(table, plain_state(table, sharded_optim_state_dict), fetch, optim, None)
 
-        No communication. Raises: ValueError naming parameter and key, if the state does not fit.
-        """
-        table = Table(model)
-        full = plain_state(table, full_optim_state_dict)
-        return _cut(table, full, from_here(table, full.get("state", {})), optim, optim_input)
 
-    @staticmethod
-    @or_torchs
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: Any = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Convert a full state that only the first rank of ``group`` has. The others pass None. A collective call.
+@or_torchs
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Convert a full state, which every rank must have, for this rank's ``optim.load_state_dict``.
 
-        Returns: the state for this rank's ``optim.load_state_dict``. ``optim`` may be the group, as with torch 1.12.
-        """
-        if isinstance(optim, dist.ProcessGroup):
-            optim, group = None, optim
-        table = Table(model)
-        header, fetch = _from_first(table, full_optim_state_dict, group)
-        return _cut(table, header, fetch, optim, optim_input)
+    No communication. Raises: ValueError naming parameter and key, if the state does not fit.
+    """
+    table = Table(model)
+    full = plain_state(table, full_optim_state_dict)
+    return _cut(table, full, from_here(table, full.get("state", {})), optim, optim_input)
 
-    @staticmethod
-    @or_torchs
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return a full state with FQNs for keys, or with the numbers that the optimizer of the unwrapped model uses.
 
-        The same object, if it has these keys already. Raises: ValueError for keys of both kinds, or of no parameter.
-        """
-        return rekeyed(
-            optim_state_dict, optim_state_key_type, model, optim if optim is not None else _warned(optim_input)
-        )
+@or_torchs
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Convert a full state that only the first rank of ``group`` has. The others pass None. A collective call.
 
-    @staticmethod
-    @or_torchs
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Convert a state in the form that ``state_dict_type`` chooses, for this rank's ``optim.load_state_dict``.
+    Returns: the state for this rank's ``optim.load_state_dict``. ``optim`` may be the group, as with torch 1.12.
+    """
+    if isinstance(optim, dist.ProcessGroup):
+        optim, group = None, optim
+    table = Table(model)
+    header, fetch = _from_first(table, full_optim_state_dict, group)
+    return _cut(table, header, fetch, optim, optim_input)
 
-        A collective call for sharded and local forms, and with ``rank0_only``, where only rank 0 needs the state.
-        ``load_directly``: also load it. Raises: ValueError naming parameter and key, if the state does not fit; the
-        optimizer is then unchanged.
-        """
-        first: Any = model
-        if isinstance(first, Mapping):  # the order of arguments in torch 2.0
-            model, optim, optim_state_dict = optim, optim_state_dict, first  # type: ignore[assignment]
-        settings, table = settings_of(model), Table(model)
-        full: Mapping[str, Any] = optim_state_dict
-        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            fetch, full = _rows_of(table, full), plain_state(table, full)
-        elif getattr(settings.optim_state_dict_config, "rank0_only", False):
-            full, fetch = _from_first(table, optim_state_dict, group)
-        else:
-            full = plain_state(table, full)
-            fetch = from_here(table, full.get("state", {}))
-        result = _cut(table, full, fetch, optim, None, named=is_named_optimizer)
-        if load_directly:
-            optim.load_state_dict(result)
-        return result
+
+@or_torchs
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return a full state with FQNs for keys, or with the numbers that the optimizer of the unwrapped model uses.
+
+    The same object, if it has these keys already. Raises: ValueError for keys of both kinds, or of no parameter.
+    """
+    return rekeyed(optim_state_dict, optim_state_key_type, model, optim if optim is not None else _warned(optim_input))
+
+
+@or_torchs
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Convert a state in the form that ``state_dict_type`` chooses, for this rank's ``optim.load_state_dict``.
+
+    A collective call for sharded and local forms, and with ``rank0_only``, where only rank 0 needs the state.
+    ``load_directly``: also load it. Raises: ValueError naming parameter and key, if the state does not fit; the
+    optimizer is then unchanged.
+    """
+    first: Any = model
+    if isinstance(first, Mapping):  # the order of arguments in torch 2.0
+        model, optim, optim_state_dict = optim, optim_state_dict, first  # type: ignore[assignment]
+    settings, table = settings_of(model), Table(model)
+    full: Mapping[str, Any] = optim_state_dict
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        fetch, full = _rows_of(table, full), plain_state(table, full)
+    elif getattr(settings.optim_state_dict_config, "rank0_only", False):
+        full, fetch = _from_first(table, optim_state_dict, group)
+    else:
+        full = plain_state(table, full)
+        fetch = from_here(table, full.get("state", {}))
+    result = _cut(table, full, fetch, optim, None, named=is_named_optimizer)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
 
 
 def _warned(optim_input: OptimInput) -> OptimInput:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from operator import attrgetter
 from typing import Any
 
 import torch.nn as nn
@@ -27,83 +26,75 @@ def first_settings() -> StateDictSettings:
     return StateDictSettings(StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
 
 
-class Kinds(Wrapper):
-    """The part of the wrapper that chooses the form of state dicts."""
+@or_torchs
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+) -> StateDictSettings:
+    """Set the form that ``state_dict`` and ``optim_state_dict`` have for all units under ``module``.
 
-    _state_dict_type = property(attrgetter("_settings.state_dict_type"))
-    _state_dict_config = property(attrgetter("_settings.state_dict_config"))
-    _optim_state_dict_config = property(attrgetter("_settings.optim_state_dict_config"))
+    Returns: the previous settings.
+    Raises: StateError for a config of another form, if the units have different settings, and for LOCAL_STATE_DICT
+    if a unit was made with a device mesh. No unit is changed then.
+    """
+    if state_dict_type not in _CONFIGS:
+        raise StateError(f"expected state_dict_type to be a StateDictType, got {state_dict_type!r}")
+    given = (state_dict_config, optim_state_dict_config)
+    configs: list[Any] = []
+    for what, config, expected in zip(("state", "optim_state"), given, _CONFIGS[state_dict_type], strict=True):
+        if config is not None and type(config) is not expected:
+            raise StateError(
+                f"Expected {what}_dict_config of type {expected.__name__} for {state_dict_type}, got "
+                f"{type(config).__name__}"
+            )
+        configs.append(expected() if config is None else config)
+    wrappers = Wrapper.fsdp_modules(module)
+    before = _common(wrappers, whole=False)
+    for each in wrappers:
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT and each.placement.mesh is not None:
+            raise StateError(
+                f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {each._unit.name} was made with one, set "
+                "SHARDED_STATE_DICT for DTensors"
+            )
+    for each in wrappers:
+        if each.placement.mesh is not None and state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            for config in configs:
+                config._use_dtensor = True
+    for each in wrappers:
+        each._settings = StateDictSettings(state_dict_type, *configs)
+    return first_settings() if before is None else before
 
-    @staticmethod
-    @or_torchs
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> StateDictSettings:
-        """Set the form that ``state_dict`` and ``optim_state_dict`` have for all units under ``module``.
 
-        Returns: the previous settings.
-        Raises: StateError for a config of another form, if the units have different settings, and for LOCAL_STATE_DICT
-        if a unit was made with a device mesh. No unit is changed then.
-        """
-        if state_dict_type not in _CONFIGS:
-            raise StateError(f"expected state_dict_type to be a StateDictType, got {state_dict_type!r}")
-        given = (state_dict_config, optim_state_dict_config)
-        configs: list[Any] = []
-        for what, config, expected in zip(("state", "optim_state"), given, _CONFIGS[state_dict_type], strict=True):
-            if config is not None and type(config) is not expected:
-                raise StateError(
-                    f"Expected {what}_dict_config of type {expected.__name__} for {state_dict_type}, got "
-                    f"{type(config).__name__}"
-                )
-            configs.append(expected() if config is None else config)
-        wrappers = Wrapper.fsdp_modules(module)
-        before = _common(wrappers, whole=False)
-        for wrapper in wrappers:
-            if state_dict_type is StateDictType.LOCAL_STATE_DICT and wrapper.placement.mesh is not None:
-                raise StateError(
-                    f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {wrapper._unit.name} was made with one, set "
-                    "SHARDED_STATE_DICT for DTensors"
-                )
-        for wrapper in wrappers:
-            if wrapper.placement.mesh is not None and state_dict_type is StateDictType.SHARDED_STATE_DICT:
-                for config in configs:
-                    config._use_dtensor = True
-        for wrapper in wrappers:
-            wrapper._settings = StateDictSettings(state_dict_type, *configs)
-        return first_settings() if before is None else before
+@or_torchs
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings of the units under ``module``. Raises: StateError if they differ, ValueError without a unit."""
+    found = _common(Wrapper.fsdp_modules(module), whole=True)
+    if found is None:
+        raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+    return found
 
-    @staticmethod
-    @or_torchs
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of the units under ``module``. Raises: StateError if they differ, ValueError without a unit."""
-        found = _common(Wrapper.fsdp_modules(module), whole=True)
-        if found is None:
-            raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
-        return found
 
-    @staticmethod
-    @or_torchs
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Call ``set_state_dict_type`` for a block. At its end, also on an exception, restore the previous settings."""
-        before: list[tuple[Any, StateDictSettings]] = []
+@or_torchs
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Call ``set_state_dict_type`` for a block. At its end, also on an exception, restore the previous settings."""
+    before: list[tuple[Any, StateDictSettings]] = []
 
-        def begin() -> None:
-            before.extend((wrapper, wrapper._settings) for wrapper in Wrapper.fsdp_modules(module))
-            Kinds.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    def begin() -> None:
+        before.extend((each, each._settings) for each in Wrapper.fsdp_modules(module))
+        set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
-        def end() -> None:
-            for wrapper, settings in before:
-                wrapper._settings = settings
+    def end() -> None:
+        for each, settings in before:
+            each._settings = settings
 
-        return _C.Block(begin, end)
+    return _C.Block(begin, end)
 
 
 def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:

@@ -1,14 +1,15 @@
-"""The base class of all parts of the wrapper: attributes, place in the tree of units, properties of torch's class.
+"""The base class of the wrapper: attributes, place in the tree of units, properties of torch's class.
 
-Classes in ``states`` and ``wrapper`` derive from ``Wrapper``; ``FullyShardedDataParallel`` joins them, and its
+Functions in ``states`` and ``wrapper`` take a ``Wrapper``; ``FullyShardedDataParallel`` has them as methods, and its
 constructor sets the attributes. This file does not know the forward or state dicts. It issues no collective.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from .printed import ShowingFreed, of_unit
 from .shard_map import ShardMap, shard_map
 from .summon import Summoned
 from .unit import Unit, units_of
+
+W = TypeVar("W", bound="Wrapper")
 
 
 class Wrapper(RefusingMarkers, nn.Module):
@@ -57,6 +60,10 @@ class Wrapper(RefusingMarkers, nn.Module):
     _strategy: ShardingStrategy
     _unit: Unit
     _use_orig_params: bool
+    _watched: Any = (
+        None  # what a load of this unit gives its tensors, between states.model's before_load and after_load
+    )
+    _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # the last load's values
 
     def _outermost(self) -> Any:
         """The root of the tree that this unit is in: itself, if no unit is around it."""

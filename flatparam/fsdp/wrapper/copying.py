@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from typing_extensions import Self
 
 from ...common import optimizers
 from ...common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
@@ -23,7 +22,7 @@ from ..desync.checked_collectives import settle
 from ..desync.unit_ids import assign_loaded
 from ..interop import patches
 from ..unit.additions import seal, sealed, watch_registrations
-from ..unit.base import Wrapper
+from ..unit.base import W, Wrapper
 from ..unit.summon import check_before_step, refuse_step, refuse_unreduced
 from ..unit.unit import Unit, units_of
 from . import dcp_helpers
@@ -81,91 +80,93 @@ def _as_itself(param: nn.Parameter) -> Reduced:
     return _itself, (param,)
 
 
-class Copies(Wrapper):
-    """The part of the wrapper that copies, pickles and moves it."""
+def deepcopy_wrapper(wrapper: W, memo: dict[int, Any]) -> W:
+    """A copy with separate shards over the same groups. Its units belong to no root yet."""
+    wrapper._check_idle("deepcopy")
+    wrappers = wrapper.fsdp_modules(wrapper)
+    settle(flat_param for each in wrappers for flat_param in each._unit.flat_params)
+    had_views = [each._unit.core.shows_views for each in wrappers]
+    for each in wrappers:
+        each._unit.sync_user_writes()
+        each._unit.core.put(False)
+        for views in each._unit.core.views():
+            memo.update((id(view), torch.empty(0)) for view in views or ())  # not copied: the copy makes new ones
+    copied = object.__new__(type(wrapper))
+    memo[id(wrapper)] = copied
+    try:
+        for key, value in vars(wrapper).items():
+            left_out = key in ("_outer", "_hooked")
+            vars(copied)[key] = None if left_out else copy.deepcopy(value, memo)
+    finally:
+        for each, views_before in zip(wrappers, had_views, strict=True):
+            each._unit.core.put(views_before or not each._use_orig_params)
+    copied._hooked = wrapper._hooked
+    own = [memo.get(id(module), module) for module in sealed(wrapper._unit, wrapper.modules())]
+    seal(copied._unit, own, copied._ignored_params)
+    copied._hold_those_below()
+    return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with separate shards over the same groups. Its units belong to no root yet."""
-        self._check_idle("deepcopy")
-        wrappers = self.fsdp_modules(self)
-        settle(flat_param for wrapper in wrappers for flat_param in wrapper._unit.flat_params)
-        had_views = [wrapper._unit.core.shows_views for wrapper in wrappers]
-        for wrapper in wrappers:
-            wrapper._unit.sync_user_writes()
-            wrapper._unit.core.put(False)
-            for views in wrapper._unit.core.views():
-                memo.update((id(view), torch.empty(0)) for view in views or ())  # not copied: the copy makes new ones
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
-        try:
-            for key, value in vars(self).items():
-                left_out = key in ("_outer", "_hooked")
-                vars(copied)[key] = None if left_out else copy.deepcopy(value, memo)
-        finally:
-            for wrapper, views_before in zip(wrappers, had_views, strict=True):
-                wrapper._unit.core.put(views_before or not wrapper._use_orig_params)
-        copied._hooked = self._hooked
-        own = [memo.get(id(module), module) for module in sealed(self._unit, self.modules())]
-        seal(copied._unit, own, copied._ignored_params)
-        copied._hold_those_below()
-        return copied
 
-    def __copy__(self) -> Self:
-        """A shallow copy: it shares the unit and all attributes, as with any module."""
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
+def copy_wrapper(wrapper: W) -> W:
+    """A shallow copy: it shares the unit and all attributes, as with any module."""
+    copied = object.__new__(type(wrapper))
+    vars(copied).update(vars(wrapper))
+    return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this rank's shards and the modules, without gradients. Only between passes, for the same rank."""
-        self._check_idle("pickling")
-        for unit in units_of(self.modules()):
-            unit.sync_user_writes()
-        state = {**vars(self), "_outer": None, _CLOSED: sealed(self._unit, self.modules())}
-        return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        watch_torch(self)
-        own = state.pop(_CLOSED)
-        vars(self).update(state)
-        self._unit.come_alive()
-        seal(self._unit, own, self._ignored_params)
-        assign_loaded(self._unit, self._placement.groups)
-        self._hold_those_below()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to()``, ``cuda()`` and ``half()`` call: change the device or dtype of shards, gradients and buffers.
-
-        All units are checked before the first one changes. Between passes.
-        """
-        self._check_idle_here("changing device or dtype")
-        for wrapper in self.fsdp_modules(self):
-            wrapper._check_stays(fn)
-        unit = self._unit
+def reduce_wrapper(wrapper: Wrapper, protocol: Any) -> Any:
+    """Pickle this rank's shards and the modules, without gradients. Only between passes, for the same rank."""
+    wrapper._check_idle("pickling")
+    for unit in units_of(wrapper.modules()):
         unit.sync_user_writes()
-        unit.refuse_freed_gradients()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._use_orig_params:
-            for flat_param in unit.flat_params:
-                flat_param.flat.data = fn(flat_param.flat.data)
-        unit.go_on()
-        self._move_inputs()
-        return self
+    state = {**vars(wrapper), "_outer": None, _CLOSED: sealed(wrapper._unit, wrapper.modules())}
+    return copyreg.__newobj__, (type(wrapper),), pickled(state, units_of(wrapper.modules()))  # type: ignore[attr-defined]
 
-    def _check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raises: ValueError if ``fn`` would lose values, precision that the strategy needs, or unreduced gradients."""
-        for flat_param in self._unit.flat_params:
-            probe = fn(flat_param.flat.new_empty(0))
-            if probe.is_meta:
-                raise ValueError(
-                    f"{self._unit.name} would lose the values of {first_name(self._unit)} on the meta device: make "
-                    "the module there, and wrap it with param_init_fn=defer_init"
-                )
-            dtype = probe.dtype
-            if flat_param.is_sharded and (dtype, probe.device) != (flat_param.flat.dtype, flat_param.flat.device):
-                refuse_unreduced([self._unit], "changing device or dtype")
-            if self._placement.full_precision and dtype.itemsize < min(4, flat_param.flat.dtype.itemsize):
-                raise ValueError(
-                    f"{self._unit.name} keeps its parameters in full precision with {self._strategy.name}: {dtype} "
-                    "would lose that. Use MixedPrecision(param_dtype=...)"
-                )
+
+def set_state(wrapper: Wrapper, state: dict[str, Any]) -> None:
+    watch_torch(wrapper)
+    own = state.pop(_CLOSED)
+    vars(wrapper).update(state)
+    wrapper._unit.come_alive()
+    seal(wrapper._unit, own, wrapper._ignored_params)
+    assign_loaded(wrapper._unit, wrapper._placement.groups)
+    wrapper._hold_those_below()
+
+
+def apply_to_tensors(wrapper: W, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> W:
+    """What ``to()``, ``cuda()`` and ``half()`` call: change the device or dtype of shards, gradients and buffers.
+
+    All units are checked before the first one changes. Between passes.
+    """
+    wrapper._check_idle_here("changing device or dtype")
+    for each in wrapper.fsdp_modules(wrapper):
+        check_stays(each, fn)
+    unit = wrapper._unit
+    unit.sync_user_writes()
+    unit.refuse_freed_gradients()
+    super(Wrapper, wrapper)._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    if wrapper._use_orig_params:
+        for flat_param in unit.flat_params:
+            flat_param.flat.data = fn(flat_param.flat.data)
+    unit.go_on()
+    wrapper._move_inputs()
+    return wrapper
+
+
+def check_stays(wrapper: Wrapper, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raises: ValueError if ``fn`` would lose values, precision that the strategy needs, or unreduced gradients."""
+    for flat_param in wrapper._unit.flat_params:
+        probe = fn(flat_param.flat.new_empty(0))
+        if probe.is_meta:
+            raise ValueError(
+                f"{wrapper._unit.name} would lose the values of {first_name(wrapper._unit)} on the meta device: make "
+                "the module there, and wrap it with param_init_fn=defer_init"
+            )
+        dtype = probe.dtype
+        if flat_param.is_sharded and (dtype, probe.device) != (flat_param.flat.dtype, flat_param.flat.device):
+            refuse_unreduced([wrapper._unit], "changing device or dtype")
+        if wrapper._placement.full_precision and dtype.itemsize < min(4, flat_param.flat.dtype.itemsize):
+            raise ValueError(
+                f"{wrapper._unit.name} keeps its parameters in full precision with {wrapper._strategy.name}: {dtype} "
+                "would lose that. Use MixedPrecision(param_dtype=...)"
+            )

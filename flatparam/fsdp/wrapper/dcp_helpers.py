@@ -14,8 +14,7 @@ from torch import Tensor
 from ...common.after_import import after_import
 from ...common.torch_private import TorchsFSDP
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
-from ..states.optimizer import OptimizerStates
-from ..states.state_dict_type import Kinds
+from ..states import optimizer, state_dict_type
 from ..unit import markers
 from ..unit.base import Wrapper
 from ..unit.registry import flat_param_of
@@ -46,8 +45,13 @@ class _Class(type):
         return isinstance(instance, (TorchsFSDP, Wrapper))
 
 
-class _Either(OptimizerStates, Kinds, metaclass=_Class):
+class _Either(metaclass=_Class):
     """The name ``FSDP`` for the helpers: each static method calls our class or torch's, as the model needs."""
+
+    fsdp_modules = staticmethod(Wrapper.fsdp_modules)
+    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+    optim_state_dict = staticmethod(optimizer.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer.optim_state_dict_to_load)
 
 
 def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:

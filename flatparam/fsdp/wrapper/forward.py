@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -32,7 +32,8 @@ from ..errors import StateError
 from ..names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
 from ..sharding.placement import is_grid
 from ..sharding.pytrees import cast_floats, find_tensors, move_tensors
-from ..unit.base import Wrapper
+from ..states.model import end_loading
+from ..unit.base import W, Wrapper
 from ..unit.clip import by_group, clip
 from ..unit.registry import flat_param_of
 from ..unit.summon import Summoned, in_turn, refuse_unreduced
@@ -41,382 +42,389 @@ from ..unit.unit import Unit, units_of
 from .materialize import put_buffer
 from .stored import choose_dtype
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
 
-class Stepping(Wrapper):
-    """The part of the wrapper that runs the module."""
+def forward(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped module with its unsharded parameters. The first forward joins the units of the tree.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its unsharded parameters. The first forward joins the units of the tree.
-
-        If an exception ends the outermost forward, all units are idle and sharded afterwards, and waiting ranks are
-        told.
-        """
-        unit = self._unit
-        if unit.summoned is not None:
-            return self._forward_summoned(unit.summoned, args, kwargs)
-        if not self._use_orig_params:
-            unit.check_registered()
+    If an exception ends the outermost forward, all units are idle and sharded afterwards, and waiting ranks are
+    told.
+    """
+    unit = wrapper._unit
+    if unit.summoned is not None:
+        return _forward_summoned(wrapper, unit.summoned, args, kwargs)
+    if not wrapper._use_orig_params:
+        unit.check_registered()
+    step = unit.core
+    if step.root is None:
+        choose_dtype(wrapper.fsdp_modules(wrapper._outermost()), find_tensors((args, kwargs)))
         step = unit.core
-        if step.root is None:
-            choose_dtype(self.fsdp_modules(self._outermost()), find_tensors((args, kwargs)))
-            step = unit.core
-            self._lazy_init()
-        if self._full_in_eval:
-            self._choose_precision()
-        if not (records := torch.is_grad_enabled()):
-            self._refuse_untrained()
-        device = self._moves_to
-        if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
-            args = move_tensors(device, args, self._unit.name)
-        if device is not None and kwargs:
-            kwargs = move_tensors(device, kwargs, self._unit.name)
-        if self._casts_to is not None:
-            args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
-        if records and step.has_frozen:
-            step.expect_inputs(find_tensors((args, kwargs)))
-        if troubled:
-            come_back()
-        under_way = enter_forward(records)
-        try:
-            step.pre_forward()
-            module: Any = self._modules[FSDP_WRAPPED_MODULE]
-            if profiler._is_profiler_enabled:
-                with record_function(f"flatparam forward: {self._unit.name}"):
-                    output = module(*args, **kwargs)
-            else:
+        wrapper._lazy_init()
+    if wrapper._full_in_eval:
+        _choose_precision(wrapper)
+    if not (records := torch.is_grad_enabled()):
+        _refuse_untrained(wrapper)
+    device = wrapper._moves_to
+    if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
+        args = move_tensors(device, args, wrapper._unit.name)
+    if device is not None and kwargs:
+        kwargs = move_tensors(device, kwargs, wrapper._unit.name)
+    if wrapper._casts_to is not None:
+        args, kwargs = cast_floats(wrapper._casts_to, args), cast_floats(wrapper._casts_to, kwargs)
+    if records and step.has_frozen:
+        step.expect_inputs(find_tensors((args, kwargs)))
+    if troubled:
+        come_back()
+    under_way = enter_forward(records)
+    try:
+        step.pre_forward()
+        module: Any = wrapper._modules[FSDP_WRAPPED_MODULE]
+        if profiler._is_profiler_enabled:
+            with record_function(f"flatparam forward: {wrapper._unit.name}"):
                 output = module(*args, **kwargs)
-            return step.post_forward(output)
-        except BaseException as error:
-            try:
-                unit.explain(error)
-            finally:
-                step.abort_forward()
-                self._tell_trouble(error)
-                unit.check_shards(error)
-            raise
+        else:
+            output = module(*args, **kwargs)
+        return step.post_forward(output)
+    except BaseException as error:
+        try:
+            unit.explain(error)
         finally:
-            under_way.pop()
+            step.abort_forward()
+            _tell_trouble(wrapper, error)
+            unit.check_shards(error)
+        raise
+    finally:
+        under_way.pop()
 
-    def _tell_trouble(self, error: BaseException) -> None:
-        """Tell waiting ranks that ``error`` has ended the root's forward, or a forward that backward recomputes.
 
-        An inner forward tells nothing: the user's module may catch the exception.
-        """
-        root: Any = self._unit.core.root
-        if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
-            units = units_of(self._outermost().modules())
-            tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
+def _tell_trouble(wrapper: Wrapper, error: BaseException) -> None:
+    """Tell waiting ranks that ``error`` has ended the root's forward, or a forward that backward recomputes.
 
-    def _refuse_untrained(self) -> None:
-        """Raises: StateError in a reentrant checkpoint that backward will not recompute, if this unit is trained."""
-        if is_never_recomputed(self.training) and any(
-            flat_param.is_trained for unit in units_of(self.modules()) for flat_param in unit.flat_params
-        ):
-            raise StateError(
-                f"{self._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
-                "requires grad, and none does: its parameters would get no gradient. Use "
-                "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
-            )
+    An inner forward tells nothing: the user's module may catch the exception.
+    """
+    root: Any = wrapper._unit.core.root
+    if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
+        units = units_of(wrapper._outermost().modules())
+        tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
 
-    def _forward_summoned(self, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the wrapped module inside summon_full_params(), with the summoned parameters, in full precision.
 
-        Raises: StateError on a rank without full parameters. A backward through the output raises StateError too.
-        """
-        unit = self._unit
-        if not summoned.shown:
-            raise StateError(
-                f"{unit.name}: forward inside summon_full_params(rank0_only=True) on a rank that has its shards only: "
-                "call it on rank 0, or summon without rank0_only"
-            )
-        for whole in summoned.wholes[:1]:
-            args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
-            if self.mixed_precision.param_dtype is not None:
-                args, kwargs = cast_floats(whole.dtype, (args, kwargs))
-        with (
-            _C.Block(lambda: self._put_buffers(True), lambda: self._put_buffers(self._in_full)),
-            self._units_below_in_full() as below,
-        ):
-            output = self.module(*args, **kwargs)
-        outer = self._outer() if self._outer is not None else None
-        if (
-            outer is not None
-            and not outer._in_full
-            and unit.core.root is not None
-            and unit.core.root.state == "FORWARD"
-        ):
-            dtype = self.mixed_precision.param_dtype
-            output = output if dtype is None else cast_floats(dtype, output)  # the outer unit computes in it
-        units = [unit, *(wrapper._unit for wrapper in below)]
-        if torch.is_grad_enabled() and any(flat_param.is_trained for unit in units for flat_param in unit.flat_params):
-            for tensor in find_tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(_refuse_backward, unit.name))
-        return output
-
-    def _units_below_in_full(self) -> _C.Block:
-        """A block in which units below that are not summoned compute in full precision too. It gives these units."""
-        below = [
-            wrapper
-            for wrapper in self.fsdp_modules(self)
-            if wrapper._unit.summoned is None
-            and wrapper.mixed_precision.param_dtype is not None
-            and not (wrapper._full_in_eval and not wrapper.module.training)
-        ]
-        if below and self._unit.core.root is None:
-            self._lazy_init()
-        before = [wrapper._full_in_eval for wrapper in below]
-
-        def begin() -> list[Stepping]:
-            for wrapper in below:
-                wrapper._full_in_eval = False
-                wrapper._compute_in_full(True)
-            return below
-
-        def end() -> None:
-            for wrapper, full_in_eval in zip(below, before, strict=True):
-                wrapper._full_in_eval = full_in_eval
-                wrapper._compute_in_full(False)
-
-        return _C.Block(begin, end)
-
-    def _lazy_init(self) -> None:
-        """Join all units of the tree to one ``_C.Root``, name them, and cast their buffers. Once per tree.
-
-        The first forward calls it, or a call before that needs the root. It runs on all ranks alike.
-        Raises: ValueError if the wrappers of the tree disagree, or a parameter is mismatched or has no values. The root
-        joins last, so the next forward then tries again.
-        """
-        root = self._outermost()
-        through: Any = torch_collectives if root._hooked is None else root._hooked
-        shared = _C.Root(
-            PREFETCH[root._backward_prefetch],
-            root._forward_prefetch,
-            torch_collectives.Faked(through, root._fakes) if any(root._fakes) else through,
-            torch_collectives.WATCHED,
-            find_tensors,
+def _refuse_untrained(wrapper: Wrapper) -> None:
+    """Raises: StateError in a reentrant checkpoint that backward will not recompute, if this unit is trained."""
+    if is_never_recomputed(wrapper.training) and any(
+        flat_param.is_trained for unit in units_of(wrapper.modules()) for flat_param in unit.flat_params
+    ):
+        raise StateError(
+            f"{wrapper._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
+            "requires grad, and none does: its parameters would get no gradient. Use "
+            "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
         )
-        wrappers = self.fsdp_modules(root)
-        for wrapper in wrappers:
-            if wrapper._use_orig_params != root._use_orig_params:
-                raise ValueError(
-                    f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
-                    f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
-                )
-            if wrapper.limit_all_gathers != root.limit_all_gathers:
-                raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
-            if wrapper._hooked is not root._hooked:
-                raise ValueError(
-                    f"Expects one communication hook in a tree: {wrapper._unit.name} and {root._unit.name} "
-                    "have others. Register it on the root, when the whole tree was wrapped"
-                )
-        shared.always_python = int(root._hooked is not None or any(root._fakes))
-        paths = {id(inner): path for path, inner in root.named_modules()}
-        for wrapper in reversed(wrappers):  # the root last, so that its next forward tries again if this fails
-            path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
-            where = f" at `{path}`" if path else ""
-            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
-            if wrapper._unit.mismatched:
-                raise ValueError(wrapper._unit.why_mismatched())
-            wrapper._unit.check_filled()
-            step_in_backward(wrapper._unit)
-            wrapper._unit.core.join(shared)
-            if root._hooked is not None:
-                wrapper._unit.core.average_elsewhere()
-            wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
-            has_any = any(True for _ in wrapper.parameters())
-            wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
-        _check_collectives(shared, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
-        root._cast_buffers(wrappers)
 
-    @torch.inference_mode(False)
-    def _cast_buffers(self, wrappers: list[Stepping]) -> None:
-        """Cast each buffer once, to the ``buffer_dtype`` of the innermost unit around it. Note its dtype before."""
-        done: set[int] = set()
-        for wrapper in reversed(wrappers):
-            dtype = wrapper.mixed_precision.buffer_dtype
-            own: dict[int, torch.dtype] = {}  # id of a buffer that this unit has cast -> its dtype before
-            for key, module, name, buffer in _named_buffers(wrapper.module):
-                as_it_was = buffer.dtype
-                if dtype not in (None, as_it_was) and buffer.is_floating_point() and id(buffer) not in done:
-                    buffer = put_buffer(module, name, buffer.to(dtype))
-                    own[id(buffer)] = as_it_was
-                done.add(id(buffer))
-                if id(buffer) in own:  # note it under each name
-                    wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
 
-    def _casts(self) -> torch.dtype | None:
-        """The dtype that floating inputs are cast to; None: they are not cast."""
-        precision = self.mixed_precision
-        casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
-        return precision.param_dtype if casts else None
+def _forward_summoned(wrapper: Wrapper, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the wrapped module inside summon_full_params(), with the summoned parameters, in full precision.
 
-    def _choose_precision(self) -> None:
-        """With FSDP_USE_FULL_PREC_IN_EVAL=1: use full precision in evaluation, and mixed precision in training."""
-        module: Any = self._modules[FSDP_WRAPPED_MODULE]
-        in_full = not module.training
-        if in_full != self._in_full:
-            self._compute_in_full(in_full)
+    Raises: StateError on a rank without full parameters. A backward through the output raises StateError too.
+    """
+    unit = wrapper._unit
+    if not summoned.shown:
+        raise StateError(
+            f"{unit.name}: forward inside summon_full_params(rank0_only=True) on a rank that has its shards only: "
+            "call it on rank 0, or summon without rank0_only"
+        )
+    for whole in summoned.wholes[:1]:
+        args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
+        if wrapper.mixed_precision.param_dtype is not None:
+            args, kwargs = cast_floats(whole.dtype, (args, kwargs))
+    with (
+        _C.Block(lambda: _put_buffers(wrapper, True), lambda: _put_buffers(wrapper, wrapper._in_full)),
+        _units_below_in_full(wrapper) as below,
+    ):
+        output = wrapper.module(*args, **kwargs)
+    outer = wrapper._outer() if wrapper._outer is not None else None
+    if outer is not None and not outer._in_full and unit.core.root is not None and unit.core.root.state == "FORWARD":
+        dtype = wrapper.mixed_precision.param_dtype
+        output = output if dtype is None else cast_floats(dtype, output)  # the outer unit computes in it
+    units = [unit, *(each._unit for each in below)]
+    if torch.is_grad_enabled() and any(flat_param.is_trained for unit in units for flat_param in unit.flat_params):
+        for tensor in find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(_refuse_backward, unit.name))
+    return output
 
-    def _compute_in_full(self, in_full: bool) -> None:
-        """Set the precision of parameters, reductions, inputs and buffers. Between passes."""
-        self._unit.core.compute_in_full(in_full)
-        self._in_full = in_full
-        self._casts_to = None if in_full else self._casts()
-        self._put_buffers(in_full)
 
-    @torch.inference_mode(False)
-    def _put_buffers(self, in_full: bool) -> None:
-        """Cast the noted buffers to their dtype from before if ``in_full``, else to ``buffer_dtype``."""
-        for key, inner, name, buffer in _named_buffers(self.module) if self._buffer_dtypes else ():
-            if key in self._buffer_dtypes:
-                dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
-                put_buffer(inner, name, buffer.to(dtype))
+def _units_below_in_full(wrapper: Wrapper) -> _C.Block:
+    """A block in which units below that are not summoned compute in full precision too. It gives these units."""
+    below = [
+        each
+        for each in wrapper.fsdp_modules(wrapper)
+        if each._unit.summoned is None
+        and each.mixed_precision.param_dtype is not None
+        and not (each._full_in_eval and not each.module.training)
+    ]
+    if below and wrapper._unit.core.root is None:
+        wrapper._lazy_init()
+    before = [each._full_in_eval for each in below]
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block gradients are accumulated unsharded, without reduction. For the root, between passes.
+    def begin() -> list[Wrapper]:
+        for each in below:
+            each._full_in_eval = False
+            _compute_in_full(each, True)
+        return below
 
-        The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root.
-        """
-        opened: list[tuple[_C.Root, list[object]]] = []
+    def end() -> None:
+        for each, full_in_eval in zip(below, before, strict=True):
+            each._full_in_eval = full_in_eval
+            _compute_in_full(each, False)
 
-        def begin() -> None:
-            self._check_root("no_sync")
-            if self._unit.core.root is None:
-                self._lazy_init()
-            root: Any = self._unit.core.root
-            block: list[object] = []
-            opened.append((root, block))
-            root.begin_no_sync(block)
+    return _C.Block(begin, end)
 
-        def end() -> None:
-            for root, block in opened:
-                root.end_no_sync(block)
 
-        return _C.Block(begin, end)
+def lazy_init(wrapper: Wrapper) -> None:
+    """Join all units of the tree to one ``_C.Root``, name them, and cast their buffers. Once per tree.
 
-    def reset_state(self) -> None:
-        """End all blocks and passes that were interrupted: ``no_sync``, ``summon_full_params``, a load, a pass.
+    The first forward calls it, or a call before that needs the root. It runs on all ranks alike.
+    Raises: ValueError if the wrappers of the tree disagree, or a parameter is mismatched or has no values. The root
+    joins last, so the next forward then tries again.
+    """
+    root = wrapper._outermost()
+    through: Any = torch_collectives if root._hooked is None else root._hooked
+    shared = _C.Root(
+        PREFETCH[root._backward_prefetch],
+        root._forward_prefetch,
+        torch_collectives.Faked(through, root._fakes) if any(root._fakes) else through,
+        torch_collectives.WATCHED,
+        find_tensors,
+    )
+    wrappers = wrapper.fsdp_modules(root)
+    for each in wrappers:
+        if each._use_orig_params != root._use_orig_params:
+            raise ValueError(
+                f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
+                f"{root._use_orig_params}, {each._unit.name} {each._use_orig_params}"
+            )
+        if each.limit_all_gathers != root.limit_all_gathers:
+            raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
+        if each._hooked is not root._hooked:
+            raise ValueError(
+                f"Expects one communication hook in a tree: {each._unit.name} and {root._unit.name} "
+                "have others. Register it on the root, when the whole tree was wrapped"
+            )
+    shared.always_python = int(root._hooked is not None or any(root._fakes))
+    paths = {id(inner): path for path, inner in root.named_modules()}
+    for each in reversed(wrappers):  # the root last, so that its next forward tries again if this fails
+        path = clean_tensor_name(paths[id(each)] + ".").rstrip(".")
+        where = f" at `{path}`" if path else ""
+        each._unit.rename(f"the unit of {type(each.module).__name__}{where}")
+        if each._unit.mismatched:
+            raise ValueError(each._unit.why_mismatched())
+        each._unit.check_filled()
+        step_in_backward(each._unit)
+        each._unit.core.join(shared)
+        if root._hooked is not None:
+            each._unit.core.average_elsewhere()
+        each._casts_to = None if each._in_full else _casts(each)
+        has_any = any(True for _ in each.parameters())
+        each._moves_to = each.compute_device if each is root and has_any else None
+    _check_collectives(shared, [(each._unit, each.compute_device) for each in wrappers])
+    _cast_buffers(root, wrappers)
 
-        Use it if a signal or a debugger has kept the end of a block from running, so that calls say that a unit is not
-        idle, or that gradients are not reduced. For the root. No communication: each rank may call it alone.
 
-        - ``summon_full_params``: no write is copied into the shards.
-        - A state dict that is half loaded: the shards stay as they are.
-        - ``no_sync``: the accumulated gradients stay.
-        - A backward that did not end: its gradients are dropped.
+@torch.inference_mode(False)
+def _cast_buffers(wrapper: Wrapper, wrappers: list[Wrapper]) -> None:
+    """Cast each buffer once, to the ``buffer_dtype`` of the innermost unit around it. Note its dtype before."""
+    done: set[int] = set()
+    for each in reversed(wrappers):
+        dtype = each.mixed_precision.buffer_dtype
+        own: dict[int, torch.dtype] = {}  # id of a buffer that this unit has cast -> its dtype before
+        for key, module, name, buffer in _named_buffers(each.module):
+            as_it_was = buffer.dtype
+            if dtype not in (None, as_it_was) and buffer.is_floating_point() and id(buffer) not in done:
+                buffer = put_buffer(module, name, buffer.to(dtype))
+                own[id(buffer)] = as_it_was
+            done.add(id(buffer))
+            if id(buffer) in own:  # note it under each name
+                each._buffer_dtypes.setdefault(key, own[id(buffer)])
 
-        Raises: StateError for a unit that is no root.
-        """
-        if self._outermost() is not self:
-            raise StateError(f"`reset_state()` is for the root: this is {self._unit.name}")
-        wrappers = self.fsdp_modules(self)
-        steps: list[Callable[[], None]] = []
-        for wrapper in wrappers:
-            root: Any = wrapper._unit.core.root
-            if root is not None:
-                steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]
-            steps.append(functools.partial(wrapper._end_loading, False))
-            if wrapper._unit.summoned is not None:
-                steps.append(functools.partial(wrapper._unit.summoned.leave, False))
-            steps.append(wrapper._compute_as_set)
-        with _C.Block(lambda: None, functools.partial(in_turn, steps)):
-            leave_forwards()
 
-    def _compute_as_set(self) -> None:
-        """Set the precision from the environment again, which an interrupted summoned forward may have changed."""
-        self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
-        if self._in_full and not (self._full_in_eval and not self.module.training):
-            self._compute_in_full(False)
+def _casts(wrapper: Wrapper) -> torch.dtype | None:
+    """The dtype that floating inputs are cast to; None: they are not cast."""
+    precision = wrapper.mixed_precision
+    casts = precision.cast_root_forward_inputs if wrapper.check_is_root() else precision.cast_forward_inputs
+    return precision.param_dtype if casts else None
 
-    def sync_params(self) -> None:
-        """Gather stale secondary shards from the shards now, instead of in the next forward.
 
-        For LAYER_ZERO and ZERO_1; nothing to do for other strategies. A collective call, for the root, between passes.
-        Raises: StateError naming the state and the allowed states.
-        """
-        self._check_root("sync_params")
-        if self._unit.core.root is None:
-            self._lazy_init()
-        root: Any = self._unit.core.root
-        root.refresh()
+def _choose_precision(wrapper: Wrapper) -> None:
+    """With FSDP_USE_FULL_PREC_IN_EVAL=1: use full precision in evaluation, and mixed precision in training."""
+    module: Any = wrapper._modules[FSDP_WRAPPED_MODULE]
+    in_full = not module.training
+    if in_full != wrapper._in_full:
+        _compute_in_full(wrapper, in_full)
 
-    def refresh(self) -> None:
-        """Treat all gathered data as out of date, and gather secondary shards anew.
 
-        Call it after writes that torch does not count, such as ``param.data.copy_(average)``: for LAYER_ZERO and
-        ZERO_1, and between micro-batches in ``no_sync`` for units that are not resharded after forward. Other units
-        gather in every forward. A collective call, for the root, between passes.
-        Raises: StateError naming the state and the allowed states.
-        """
-        self._check_root("refresh")
-        for unit in units_of(self.modules()):
-            unit.core.invalidate()
-        self.sync_params()
+def _compute_in_full(wrapper: Wrapper, in_full: bool) -> None:
+    """Set the precision of parameters, reductions, inputs and buffers. Between passes."""
+    wrapper._unit.core.compute_in_full(in_full)
+    wrapper._in_full = in_full
+    wrapper._casts_to = None if in_full else _casts(wrapper)
+    _put_buffers(wrapper, in_full)
 
-    def train(self, mode: bool = True) -> Self:
-        """As of any module. If an evaluation begins or ends, the next pass compares gathered data with the shards.
 
-        Programs exchange weights by ``.data`` there (averaged weights), which torch does not count.
-        """
-        if "_unit" in vars(self) and not (mode and self.training):
-            self._unit.core.suspect = 1
-        super().train(mode)
-        return self
+@torch.inference_mode(False)
+def _put_buffers(wrapper: Wrapper, in_full: bool) -> None:
+    """Cast the noted buffers to their dtype from before if ``in_full``, else to ``buffer_dtype``."""
+    for key, inner, name, buffer in _named_buffers(wrapper.module) if wrapper._buffer_dtypes else ():
+        if key in wrapper._buffer_dtypes:
+            dtype = wrapper._buffer_dtypes[key] if in_full else wrapper.mixed_precision.buffer_dtype
+            put_buffer(inner, name, buffer.to(dtype))
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
 
-        ``hook(state, gradient, output)`` gets the padded unsharded gradient of a unit, and fills ``output``, the
-        gradient of the shard. Without sharding ``hook(state, gradient)`` works in place.
-        Raises: ValueError for a hook that cannot be called; StateError for a unit that is no root, after the first
-        forward, for a second hook, and for strategies over a grid of ranks.
-        """
-        if not callable(hook):
-            raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
-        if not self.check_is_root():
-            outermost = self._outermost()._unit.name
-            why = StateError(f"this is {self._unit.name} in {outermost}: all units of a tree have one hook")
-            raise StateError("register_comm_hook can only be called on a root instance.") from why
-        self._check_idle("register_comm_hook")
-        if any(wrapper._hooked is not None for wrapper in self.fsdp_modules(self)):
-            raise StateError("A communication hook is already registered")
-        if self._unit.core.root is not None:
-            raise StateError("register_comm_hook: before the first forward")
-        for wrapper in self.fsdp_modules(self):
-            placement = wrapper._placement
-            if is_grid(wrapper._strategy) or (placement.shards > 1 and (placement.replicas > 1 or placement.outer)):
-                raise StateError(
-                    "Communication hook is not supported for hybrid strategies: register_comm_hook is "
-                    f"not for a grid of ranks ({wrapper.sharding_strategy.name})"
-                )
-        hooked = torch_collectives.Hooked(hook, state)
-        for wrapper in self.fsdp_modules(self):
-            wrapper._hooked = hooked
+def no_sync(wrapper: Wrapper) -> contextlib.AbstractContextManager[None]:
+    """Within the block gradients are accumulated unsharded, without reduction. For the root, between passes.
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``. Return the norm before.
+    The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root.
+    """
+    opened: list[tuple[_C.Root, list[object]]] = []
 
-        A collective call, for the root, between backward and the optimizer's step.
-        Raises: ValueError for accumulated gradients that are not reduced yet, and for the arguments as ``clip`` does.
-        """
-        modules = list(self.modules())
-        self._check_root("clip_grad_norm_", modules)
-        units = list(units_of(modules))
-        refuse_unreduced(units, "clip_grad_norm_")
-        params: dict[int, Any] = {
-            id(param): (flat_param, param) for unit in units for flat_param, param in unit.parameters()
-        }
-        for param in (param for module in modules for param in module._parameters.values()):
-            if id(param) not in params and isinstance(param, nn.Parameter):  # else a view
-                params[id(param)] = flat_param_of(param), param
-        return clip(by_group(params.values()), float(max_norm), float(norm_type))
+    def begin() -> None:
+        wrapper._check_root("no_sync")
+        if wrapper._unit.core.root is None:
+            wrapper._lazy_init()
+        root: Any = wrapper._unit.core.root
+        block: list[object] = []
+        opened.append((root, block))
+        root.begin_no_sync(block)
+
+    def end() -> None:
+        for root, block in opened:
+            root.end_no_sync(block)
+
+    return _C.Block(begin, end)
+
+
+def reset_state(wrapper: Wrapper) -> None:
+    """End all blocks and passes that were interrupted: ``no_sync``, ``summon_full_params``, a load, a pass.
+
+    Use it if a signal or a debugger has kept the end of a block from running, so that calls say that a unit is not
+    idle, or that gradients are not reduced. For the root. No communication: each rank may call it alone.
+
+    - ``summon_full_params``: no write is copied into the shards.
+    - A state dict that is half loaded: the shards stay as they are.
+    - ``no_sync``: the accumulated gradients stay.
+    - A backward that did not end: its gradients are dropped.
+
+    Raises: StateError for a unit that is no root.
+    """
+    if wrapper._outermost() is not wrapper:
+        raise StateError(f"`reset_state()` is for the root: this is {wrapper._unit.name}")
+    wrappers = wrapper.fsdp_modules(wrapper)
+    steps: list[Callable[[], None]] = []
+    for each in wrappers:
+        root: Any = each._unit.core.root
+        if root is not None:
+            steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]
+        steps.append(functools.partial(end_loading, each, False))
+        if each._unit.summoned is not None:
+            steps.append(functools.partial(each._unit.summoned.leave, False))
+        steps.append(functools.partial(_compute_as_set, each))
+    with _C.Block(lambda: None, functools.partial(in_turn, steps)):
+        leave_forwards()
+
+
+def _compute_as_set(wrapper: Wrapper) -> None:
+    """Set the precision from the environment again, which an interrupted summoned forward may have changed."""
+    wrapper._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+    if wrapper._in_full and not (wrapper._full_in_eval and not wrapper.module.training):
+        _compute_in_full(wrapper, False)
+
+
+def sync_params(wrapper: Wrapper) -> None:
+    """Gather stale secondary shards from the shards now, instead of in the next forward.
+
+    For LAYER_ZERO and ZERO_1; nothing to do for other strategies. A collective call, for the root, between passes.
+    Raises: StateError naming the state and the allowed states.
+    """
+    wrapper._check_root("sync_params")
+    if wrapper._unit.core.root is None:
+        wrapper._lazy_init()
+    root: Any = wrapper._unit.core.root
+    root.refresh()
+
+
+def refresh(wrapper: Wrapper) -> None:
+    """Treat all gathered data as out of date, and gather secondary shards anew.
+
+    Call it after writes that torch does not count, such as ``param.data.copy_(average)``: for LAYER_ZERO and
+    ZERO_1, and between micro-batches in ``no_sync`` for units that are not resharded after forward. Other units
+    gather in every forward. A collective call, for the root, between passes.
+    Raises: StateError naming the state and the allowed states.
+    """
+    wrapper._check_root("refresh")
+    for unit in units_of(wrapper.modules()):
+        unit.core.invalidate()
+    wrapper.sync_params()
+
+
+def train(wrapper: W, mode: bool = True) -> W:
+    """As of any module. If an evaluation begins or ends, the next pass compares gathered data with the shards.
+
+    Programs exchange weights by ``.data`` there (averaged weights), which torch does not count.
+    """
+    if "_unit" in vars(wrapper) and not (mode and wrapper.training):
+        wrapper._unit.core.suspect = 1
+    super(Wrapper, wrapper).train(mode)
+    return wrapper
+
+
+def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]) -> None:
+    """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
+
+    ``hook(state, gradient, output)`` gets the padded unsharded gradient of a unit, and fills ``output``, the
+    gradient of the shard. Without sharding ``hook(state, gradient)`` works in place.
+    Raises: ValueError for a hook that cannot be called; StateError for a unit that is no root, after the first
+    forward, for a second hook, and for strategies over a grid of ranks.
+    """
+    if not callable(hook):
+        raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
+    if not wrapper.check_is_root():
+        outermost = wrapper._outermost()._unit.name
+        why = StateError(f"this is {wrapper._unit.name} in {outermost}: all units of a tree have one hook")
+        raise StateError("register_comm_hook can only be called on a root instance.") from why
+    wrapper._check_idle("register_comm_hook")
+    if any(each._hooked is not None for each in wrapper.fsdp_modules(wrapper)):
+        raise StateError("A communication hook is already registered")
+    if wrapper._unit.core.root is not None:
+        raise StateError("register_comm_hook: before the first forward")
+    for each in wrapper.fsdp_modules(wrapper):
+        placement = each._placement
+        if is_grid(each._strategy) or (placement.shards > 1 and (placement.replicas > 1 or placement.outer)):
+            raise StateError(
+                "Communication hook is not supported for hybrid strategies: register_comm_hook is "
+                f"not for a grid of ranks ({each.sharding_strategy.name})"
+            )
+    hooked = torch_collectives.Hooked(hook, state)
+    for each in wrapper.fsdp_modules(wrapper):
+        each._hooked = hooked
+
+
+@torch.no_grad()
+def clip_grad_norm_(wrapper: Wrapper, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most ``max_norm``. Return the norm before.
+
+    A collective call, for the root, between backward and the optimizer's step.
+    Raises: ValueError for accumulated gradients that are not reduced yet, and for the arguments as ``clip`` does.
+    """
+    modules = list(wrapper.modules())
+    wrapper._check_root("clip_grad_norm_", modules)
+    units = list(units_of(modules))
+    refuse_unreduced(units, "clip_grad_norm_")
+    params: dict[int, Any] = {
+        id(param): (flat_param, param) for unit in units for flat_param, param in unit.parameters()
+    }
+    for param in (param for module in modules for param in module._parameters.values()):
+        if id(param) not in params and isinstance(param, nn.Parameter):  # else a view
+            params[id(param)] = flat_param_of(param), param
+    return clip(by_group(params.values()), float(max_norm), float(norm_type))
 
 
 def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The wrapper class, joined from its parts, and its constructor.
+"""The wrapper class: its constructor, and torch's names for the functions of ``wrapper`` and ``states``.
 
 The constructor checks all arguments before it changes the module, and tells the other ranks if it fails. Then it gives
 parameters memory and values, compares the unit with the other ranks, and builds it. A policy wraps descendants first.
@@ -7,6 +7,7 @@ parameters memory and values, compares the unit with the other ranks, and builds
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from ..sharding.parameters import (
 )
 from ..sharding.placement import Placement, check_pair, groups_of_machine, outer_group
 from ..sharding.unit_description import check_device, describe_unit, digests_of
-from ..states.model import ModelStates, after_load, before_load
-from ..states.optimizer import OptimizerStates
-from ..states.state_dict_type import first_settings
+from ..states import model, optimizer, state_dict_type
 from ..unit.additions import seal, take_out
 from ..unit.base import Wrapper
 from ..unit.unit import Unit
+from . import copying, full_params
+from . import forward as passes
 from .arguments import (
     check_not_shared,
     check_types,
@@ -53,11 +54,8 @@ from .arguments import (
     warn_of_frozen,
     warn_of_padding,
 )
-from .copying import Copies, watch_torch
-from .forward import PREFETCH, Stepping
-from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, parameters_of, synchronize
-from .torch_names import Compatible
+from .torch_names import TorchNames
 from .wrap import check_not_tied, replace_modules, targets_of
 
 __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
@@ -80,9 +78,7 @@ class _Class(type):
         return own or (vars(cls).get("is_in_place_of_torchs", False) and isinstance(instance, TorchsFSDP))
 
 
-class FullyShardedDataParallel(
-    Stepping, FullParams, ModelStates, OptimizerStates, Copies, Compatible, metaclass=_Class
-):
+class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13). ``sharding_strategy`` may be a name too,
@@ -132,7 +128,7 @@ class FullyShardedDataParallel(
     ):
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
         super().__init__()
-        watch_torch(self)
+        copying.watch_torch(self)
         comparing = default_groups(process_group, device_mesh, placement)
         warning: list[Any] = []  # the groups whose first rank warns
         with telling(comparing), one_of_each(warning) as collected:
@@ -199,7 +195,7 @@ class FullyShardedDataParallel(
                 "wrap a module once (its `.module` is the wrapped module)"
             )
         prefetch = arguments["backward_prefetch"]
-        if prefetch not in PREFETCH:
+        if prefetch not in passes.PREFETCH:
             raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {prefetch!r}")
         check_layout_arguments(arguments["shard_alignment"], arguments["atomic"])
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -281,9 +277,9 @@ class FullyShardedDataParallel(
         self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
         self._fakes = fakes()
         self._missing = []
-        self._settings = first_settings()
-        self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+        self._settings = state_dict_type.first_settings()
+        self.register_load_state_dict_pre_hook(model.before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(model.after_load)  # type: ignore[no-untyped-call]
 
     def _targets(
         self,
@@ -334,6 +330,63 @@ class FullyShardedDataParallel(
                 },
             ),
         )
+
+    # forward.py
+
+    forward = passes.forward
+    no_sync = passes.no_sync
+    reset_state = passes.reset_state
+    sync_params = passes.sync_params
+    refresh = passes.refresh
+    train = passes.train
+    register_comm_hook = passes.register_comm_hook
+    clip_grad_norm_ = passes.clip_grad_norm_
+    _lazy_init = passes.lazy_init
+
+    # full_params.py
+
+    summon_full_params = staticmethod(full_params.summon_full_params)
+    _summon_full_params = full_params.summon_with_below
+    apply = full_params.apply
+    named_parameters = full_params.named_parameters
+    named_buffers = full_params.named_buffers
+
+    # copying.py
+
+    __copy__ = copying.copy_wrapper
+    __deepcopy__ = copying.deepcopy_wrapper
+    __reduce_ex__ = copying.reduce_wrapper
+    __setstate__ = copying.set_state
+    _apply = copying.apply_to_tensors
+
+    # states/state_dict_type.py
+
+    set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+    _state_dict_type = property(attrgetter("_settings.state_dict_type"))
+    _state_dict_config = property(attrgetter("_settings.state_dict_config"))
+    _optim_state_dict_config = property(attrgetter("_settings.optim_state_dict_config"))
+
+    # states/model.py
+
+    state_dict = model.state_dict
+    load_state_dict = model.load_state_dict
+    _local_state_dict = model.local_state_dict  # these four are names of torch 1.12's class
+    _sharded_state_dict = model.sharded_state_dict
+    _load_local_state_dict = model.load_local_state_dict
+    _load_sharded_state_dict = model.load_sharded_state_dict
+
+    # states/optimizer.py
+
+    full_optim_state_dict = staticmethod(optimizer.full_optim_state_dict)
+    optim_state_dict = staticmethod(optimizer.optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optimizer.sharded_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optimizer.flatten_sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optimizer.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optimizer.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optimizer.rekey_optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer.optim_state_dict_to_load)
 
 
 def _is_unit(module: nn.Module) -> bool:

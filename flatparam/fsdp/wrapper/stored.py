@@ -21,6 +21,7 @@ from ..errors import StateError
 from ..sharding.flat_param import FlatParam
 from ..unit.base import Wrapper
 from ..unit.unit import Unit
+from .copying import check_stays
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def move(wrapper: Wrapper, flat_param: FlatParam, *args: Any, **kwargs: Any) -> 
         return tensor.to(*args, **kwargs)
 
     wrapper._check_idle_here("flat_param_to")
-    wrapper._check_stays(to)
+    check_stays(wrapper, to)
     unit = wrapper._unit
     unit.sync_user_writes()
     unit.core.release()

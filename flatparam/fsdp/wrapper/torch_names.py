@@ -33,10 +33,10 @@ class Handle:
     it; inside of ``summon_full_params`` it has all elements ``[numel]``.
     """
 
-    _wrapper: Compatible
+    _wrapper: TorchNames
     _flat_param: FlatParam
 
-    def __init__(self, wrapper: Compatible, flat_param: FlatParam):
+    def __init__(self, wrapper: TorchNames, flat_param: FlatParam):
         vars(self).update(_wrapper=wrapper, _flat_param=flat_param)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,8 +126,8 @@ class Unshard:
         """Return at once."""
 
 
-class Compatible(Wrapper):
-    """The part of the wrapper with torch's private names."""
+class TorchNames(Wrapper):
+    """The wrapper's base with torch's private names."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -218,4 +218,4 @@ class Compatible(Wrapper):
 
 
 for _name in absent_names():
-    setattr(Compatible, _name, Absent(_name))
+    setattr(TorchNames, _name, Absent(_name))
