@@ -180,6 +180,12 @@ root_state(const fp_root *root, void *ignored)
     return PyUnicode_FromString(state);
 }
 
+static PyObject *
+root_awaits_backward(const fp_root *root, void *ignored)
+{
+    return PyBool_FromLong(root->n_order > 0);
+}
+
 static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
      "tell($self, model_traces, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
@@ -199,6 +205,8 @@ static PyMethodDef root_methods[] = {
 };
 
 static PyGetSetDef root_getset[] = {
+    {"awaits_backward", FP_GETTER(root_awaits_backward), NULL,
+     "Whether a forward has run, and no backward has ended since: a backward then belongs to its pass.", NULL},
     {"state", FP_GETTER(root_state), NULL,
      "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

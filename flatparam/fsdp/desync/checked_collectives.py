@@ -114,16 +114,17 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
 troubled: list[GroupTrace] = []
 
 
-def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
+def tell_trouble(parts: Iterable[Shared], error: BaseException, is_next: bool = False) -> None:
     """Tell the ranks that share ``parts`` that ``error`` has ended a pass on this rank. Its process goes on.
 
+    ``is_next``: the pass has not begun here: its first collective was to come.
     Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception.
     """
     if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
     for trace in _traces_of(parts):
         if trace not in troubled:
-            trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"))
+            trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"), is_next)
             troubled.append(trace)
 
 
@@ -139,9 +140,30 @@ def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
 
 
 def come_back() -> None:
-    """Withdraw the reports of ``tell_trouble``: this rank goes on."""
-    while troubled:
+    """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``."""
+    while troubled and not _still_troubled:
         troubled.pop().come_back()
+
+
+_still_troubled: list[BaseException] = []
+
+
+def still_troubled(parts: Iterable[Shared], error: Exception | None) -> _C.Block:
+    """A block whose collectives come after ``error``, which other ranks may not have come to; None: there is none.
+
+    If they are elsewhere, all ranks raise the text of ``error``, and not that they differ.
+    """
+
+    def begin() -> None:
+        if error is not None:
+            tell_trouble(parts, error)
+            _still_troubled.append(error)
+
+    def end() -> None:
+        _still_troubled.clear()
+        come_back()
+
+    return _C.Block(begin, end)
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, liveness.Meetings] = weakref.WeakKeyDictionary()

@@ -480,10 +480,10 @@ class GroupTrace:
         if broken := self._said("broken"):
             self._break(json.loads(broken)[0])
 
-    def tell_trouble(self, text: str) -> None:
-        """Post that the exception in ``text`` has ended a pass on this rank. The rank may come back."""
+    def tell_trouble(self, text: str, is_next: bool) -> None:
+        """Post that the exception in ``text`` has ended this pass, or the next one, on this rank. It may come back."""
         if self._own_store is not None and not self._reason:
-            self._trouble = _C.write_report(self._ranks[self._me], self.core.passes, 0, text)
+            self._trouble = _C.write_report(self._ranks[self._me], self.core.passes + is_next, 0, text)
             with contextlib.suppress(StoreGoneError):
                 self._store.set("trouble", self._trouble)
 
@@ -505,6 +505,11 @@ class GroupTrace:
             self._break(_C.read_report(said)[3], "", absent=1)
 
     def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
+        """Raise that the ranks differ; or, if an exception has let one of the two go on elsewhere, that exception."""
+        if said := self._said("trouble"):
+            rank, _, _, text = _C.read_report(said)
+            if rank in (first.rank, mine.rank):
+                self._break(text, "")
         self._break(*difference(self.ids, first, mine))
 
     def _late(self, mine: CollectiveEvent) -> NoReturn:

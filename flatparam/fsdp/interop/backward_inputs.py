@@ -1,8 +1,9 @@
-"""Support parameters of units in ``backward(inputs=...)``, and refuse them in ``torch.autograd.grad``.
+"""Replace autograd's engine call: ``backward(inputs=...)`` with parameters of units, and backwards that fail.
 
 A graph leads to the views of the flat buffer, not to the parameters. So autograd would find no path from the loss to a
-parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views.
-``interop/patches.py`` calls ``watch``.
+parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views. It also
+tells the other ranks if an exception ends a backward here (``failed_backward.py``). ``interop/patches.py`` calls
+``watch``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from ... import _C
+from ..desync.checked_collectives import troubled
 from ..unit.registry import flat_param_of, owner_of_param
+from . import failed_backward
 
 
 @functools.cache
@@ -30,7 +33,18 @@ def watch() -> None:
     run: Any = graph._engine_run_backward
 
     @functools.wraps(run)
-    def running(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+    def running(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if troubled:
+            failed_backward.go_on(outputs)
+        try:
+            return with_inputs(outputs, *args, **kwargs)
+        except Exception as error:
+            failed_backward.tell(outputs, error)
+            raise
+
+    def with_inputs(
+        outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any
+    ) -> Any:
         params = [param for param in map(_leaf_of, inputs) if param is not None and owner_of_param(param) is not None]
         if not params:
             return run(outputs, grads, keep, create, inputs, *args, **kwargs)

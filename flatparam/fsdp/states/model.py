@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import _C
 from ...common.warned import one_of_each, warn_user
-from ..desync.checked_collectives import settle
+from ..desync.checked_collectives import settle, still_troubled
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..sharding.parameters import Name, ParamInfo
@@ -196,7 +196,9 @@ def load_state_dict(wrapper: Wrapper, state_dict: Any, strict: bool = True, assi
         raise
     try:
         said = None if error is None else f"{type(error).__name__}: {error}"
-        agree_on_loading("load_state_dict", units, said, values)
+        parts = [flat_param for unit in units for flat_param in unit.flat_params]
+        with still_troubled(parts, error):  # other ranks perhaps come to the gather of a further unit
+            agree_on_loading("load_state_dict", units, said, values)
     except RuntimeError as told:
         before.restore()
         raise (told if error is None else error) from None
