@@ -155,6 +155,7 @@ class Summoned:
         self._made: dict[str, nn.Parameter] = {}  # FQN -> a Parameter made here, which modules show for the original
         self._written: _Written | None = None
         self._tied: ValueError | None = None
+        self._is_refused = False  # a write to one of the units that are summoned together does not fit
         self.had_views = unit.core.shows_views
         self._is_whole = False  # enter() has ended: the values may be written back
 
@@ -277,8 +278,8 @@ class Summoned:
         """Write back if ``keeps``, then let the modules show the same as before ``enter``. Local.
 
         If an exception such as Ctrl-C ends it halfway, call it again: it does not write again, but restores the rest.
-        Raises: ValueError naming a parameter whose replacement does not fit. No replacement is kept then; writes in
-        place are.
+        Raises: ValueError naming a parameter whose replacement does not fit. No write to the units that are summoned
+        together is kept then; but where nothing is sharded, writes in place are in the parameters themselves.
         """
         if self.unit.summoned is not self:
             return
@@ -299,7 +300,9 @@ class Summoned:
             return None
         if self._written is None:
             self.note_written()
-        misfit = self._take_written()
+        if self.misfit is not None or self._is_refused:
+            return self.misfit
+        self._take_written()
         self._restore_flat()
         for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
             if self._keeps(flat_param):
@@ -312,9 +315,9 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the consensus tells which are stale
                     unit.filled(self.missing)
-        if self.with_grads and misfit is None:
+        if self.with_grads:
             self.held = [self._gradients_of(k, flat_param) for k, flat_param in enumerate(unit.flat_params)]
-        return misfit
+        return None
 
     def _made_of(self, flat_param: FlatParam) -> list[nn.Parameter]:
         """Return the Parameters that modules show in memory of the shard. Their versions are not those of the shard."""
@@ -383,17 +386,22 @@ class Summoned:
         except ValueError as error:
             self._written = _Written(error, [], [])
 
-    def _take_written(self) -> ValueError | None:
-        """Copy the noted writes into ``wholes``. If one does not fit, copy nothing and return the error."""
+    @property
+    def misfit(self) -> ValueError | None:
+        """The error about a write to this unit that does not fit; None: there is none, as far as was looked."""
+        return self._tied or (None if self._written is None else self._written.misfit)
+
+    def refuse_writes(self) -> None:
+        """Let ``leave`` keep no write, as one to another unit does not fit."""
+        self._is_refused = True
+
+    def _take_written(self) -> None:
+        """Copy the noted writes into ``wholes``."""
         assert self._written is not None
-        misfit, replaced, writes = self._written
-        if self._tied is not None or misfit is not None:
-            return self._tied or misfit
-        for k, i, original, other in replaced:
+        for k, i, original, other in self._written.replaced:
             self.unit.adopt(k, i, original, other)
-        for place, value in writes:
+        for place, value in self._written.writes:
             place.copy_(value)
-        return None
 
     def _gradients_of(self, k: int, flat_param: FlatParam) -> list[Tensor | None]:
         """The gradients that ``leave`` puts back: this rank's pieces of the shown gradients, or ``held``.
@@ -545,3 +553,6 @@ def _note_written(entered: list[Summoned]) -> None:
         state.find_ties(seen)
     for state in entered:
         state.note_written()
+    if any(state.misfit is not None for state in entered):
+        for state in entered:
+            state.refuse_writes()

@@ -361,6 +361,17 @@ def assigned():
         ):
             model.b.weight.data = torch.ones(2)
         assert_same(model, module)
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+        units = FSDP(nn.Sequential(*(FSDP(nn.Linear(4, 4), **settings) for _ in range(2))), **settings)
+        before = full_params(units)
+        for wrong in range(2 if strategy != "NO_SHARD" else 0):  # there writes in place are in the parameters
+            layers = [one.module for one in units.module]
+            with (
+                pytest.raises(ValueError, match=r"`weight` to have its shape \(4, 4\), got \(2,\)"),
+                FSDP.summon_full_params(units),
+            ):
+                write_and_misfit(layers, wrong)
+            assert all(torch.equal(value, before[name]) for name, value in full_params(units).items())
 
         # what does not fit is said, and nothing is changed
         if strategy == "NO_SHARD" and uo:
@@ -398,6 +409,13 @@ def assigned():
 
 def test_what_is_assigned_is_kept():
     run_ranks(assigned, 2)
+
+
+@torch.no_grad()
+def write_and_misfit(layers, wrong):
+    for layer in layers:
+        layer.bias.fill_(3.0)
+    layers[wrong].weight.data = torch.ones(2)
 
 
 def ones_as_gradients(model):
