@@ -130,6 +130,7 @@ typedef struct {
     int (*is_in)(const fp_unit *unit);    /* 1: it is asked about this unit; alike on all ranks */
     int (*ask)(fp_unit *unit);            /* this rank's answer: 1 or 0; -1 with an exception set */
     void (*hear)(fp_unit *unit, int any); /* any: 1 if some rank has answered 1 */
+    unsigned kind;                        /* FP_EVENT_* of its all-reduce */
 } question;
 
 /* Is the unit stale? Writes of users go into the shard first; they are an answer of 1. */
@@ -153,8 +154,8 @@ ask_learned(fp_unit *unit)
     return (unit->ahead & FP_AHEAD_SAW_WRITES) != 0;
 }
 
-static const question old = {fp_fresh_is_asked, ask_old, hear_old};
-static const question learned = {fp_fresh_is_learned_next, ask_learned, fp_fresh_end_learning};
+static const question old = {fp_fresh_is_asked, ask_old, hear_old, FP_EVENT_AGREES};
+static const question learned = {fp_fresh_is_learned_next, ask_learned, fp_fresh_end_learning, FP_EVENT_LEARNS};
 
 /* Ask over one group. A rank whose ask() fails still takes part, answers 1, and fills its error slot; it raises its own
  * exception after the all-reduce, so that no rank waits for it. */
@@ -173,7 +174,7 @@ agree_with(fp_exchange *exchange, const question *asked)
         }
         exchange->flags[i] = told != 0;
     }
-    const int status = start(exchange, FP_EVENT_AGREES) < 0 || read_sum(exchange) < 0 ? -1 : 0;
+    const int status = start(exchange, asked->kind) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
         asked->hear(exchange->units[i], exchange->flags[i] != 0);
     }

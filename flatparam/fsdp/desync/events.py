@@ -20,6 +20,7 @@ _KINDS = {
     _C.EVENT_CLIPS: "clips the gradients of",
     _C.EVENT_SHOWS_GRADIENTS: "compares, to show them, which gradients there are of",
     _C.EVENT_SCALES: "looks for infinite gradients of",
+    _C.EVENT_LEARNS: "compares what the first forwards have written to",
 }
 
 
@@ -85,6 +86,11 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
         f"{_KINDS[kind]} {ids.name(number)}, in step {step}",
         "".join(str(int(is_trained)) for is_trained in trained.values()),
     )
+
+
+def is_learning(event: CollectiveEvent) -> bool:
+    """Whether it is the collective by which ranks learn what forwards write: once, after the first forwards."""
+    return event.event // 2 % _C.EVENT_KINDS == _C.EVENT_LEARNS
 
 
 def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) -> tuple[str, str]:

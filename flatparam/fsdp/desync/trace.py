@@ -50,7 +50,7 @@ from ... import _C
 from ...common.collectives import PATIENCE, can_be_cut, name_in_cpp, tells_when_done, wait_for_device, wait_in_slices
 from ..errors import OrderError, StoreGoneError
 from . import liveness
-from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference
+from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference, is_learning
 from .stores import Store
 from .unit_ids import UnitIds, ids_of
 
@@ -90,7 +90,7 @@ class GroupTrace:
         self._asked: list[list[str]] = []  # keys that this rank will delete, one list an index, oldest first
         self._answered = ""  # the last call that this rank has answered
         self._calls = 0  # calls of this rank
-        self._told = 0  # the step for which _tell has warned
+        self._told = 0  # the last step of which _tell need not warn
         self._stuck: tuple[int, float] = (-1, 0.0)  # the number of events in the last look, and since when it is that
         self._next_look = 0.0
         self._looking = threading.RLock()  # one thread looks for the reason
@@ -261,6 +261,8 @@ class GroupTrace:
         """
         self.raise_if_closed()
         mine = self._post(event, new_pass, self.core.passes)
+        if is_learning(mine):  # in the two steps after it the prediction is still that it comes
+            self._told = mine.step + 2
         try:
             if self.core.missed is not None:
                 self._settle(*self.core.missed, mine)
@@ -582,7 +584,7 @@ class GroupTrace:
 
     def _tell(self, mine: CollectiveEvent) -> None:
         """Warn that all ranks came to an unexpected collective. That is legal; with DETAIL the user may look for it."""
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told < mine.step:
             self._told = mine.step
             warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
 

@@ -11,7 +11,8 @@ Promises:
   `test_ranks_that_train_other_parameters_are_told_which`
 - what one rank does alone without a collective is legal: `test_one_rank_may_do_alone_what_needs_no_other`
 - what all ranks do alike is legal and asks nobody; a changed order warns when debugging:
-  `test_what_all_ranks_do_alike_is_legal`, `test_a_changed_order_warns_when_debugging`
+  `test_what_all_ranks_do_alike_is_legal`, `test_a_changed_order_warns_when_debugging`,
+  `test_gathering_ahead_warns_of_no_changed_order`
 """
 
 import contextlib
@@ -632,6 +633,22 @@ def changes_are_told():
 
 def test_a_changed_order_warns_when_debugging():
     run_ranks(changes_are_told, 2)
+
+
+def learns_and_gathers_ahead():
+    """What ranks tell each other once, of the first forwards, is no change of the order in the steps after it."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    torch.manual_seed(0)
+    model = wrap_blocks(Chosen(), forward_prefetch=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 6)
+        evaluate(model, 3)
+        train(model, 3)
+
+
+def test_gathering_ahead_warns_of_no_changed_order():
+    run_ranks(learns_and_gathers_ahead, 2)
 
 
 class Endless:
