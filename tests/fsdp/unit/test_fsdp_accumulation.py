@@ -4,6 +4,8 @@ Promises:
 - between them: parameters that are frozen, unfrozen or written to, gradients that are scaled:
   `test_freezing_writing_and_scaling_between_micro_batches`,
   `test_freezing_and_writing_between_micro_batches_of_layer_zero`
+- where torch 2.13 goes wrong, and the drop-in with it: a unit of one element, a backward in `no_sync` between synced
+  ones: `test_a_unit_of_one_element_is_accumulated_as_unsharded`
 - blocks of `no_sync` in each other: `test_an_inner_block_does_not_end_an_outer_one`
 - between them: what is not reduced is not clipped or shown as if it were; gradients that users clear or assign, of
   any strides; penalties over parameters
@@ -28,9 +30,10 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, handle_of, note, run_ranks
 from layer_zero_ranks import layer_zero
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -558,3 +561,41 @@ def pieces_of_any_strides():
             for p, before in zip(model.parameters(), given, strict=True):
                 assert p.grad is None or torch.equal(p.grad, before + 6.0), (strategy, atomic, p.grad, before)
             model.zero_grad()
+
+
+class OneElement(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def of_one_element(wrapper, **settings):
+    """This rank's gradient after a synced backward, one in no_sync and a synced one."""
+    model = wrapper(OneElement(), **settings)
+    for i, scale in enumerate((1.0, 10.0, 100.0)):
+        with model.no_sync() if i == 1 else contextlib.nullcontext():
+            model(torch.full((1,), scale * (dist.get_rank() + 1))).backward()
+    return [param.grad.item() for param in model.parameters() if param.grad is not None and param.grad.numel()]
+
+
+def units_of_one_element():
+    """torch's class takes the first, sharded gradient for an unsharded one, which has one element too."""
+    [expected] = of_one_element(nn.parallel.DistributedDataParallel)
+    of_rank = [[expected], []][dist.get_rank()]
+    for uo in (False, True):
+        ours = of_one_element(FSDP, use_orig_params=uo)
+        assert (ours or [0.0]) == (of_rank or [0.0])
+        theirs = {}
+        for kind in ("torch", "flatparam"):
+            with handle_of(kind):
+                theirs[kind] = of_one_element(Torchs, use_orig_params=uo, device_id=torch.device("cpu"))
+        assert theirs["torch"] == theirs["flatparam"]
+        assert uo or dist.get_rank() or theirs["torch"] == [165.75] != [expected]  # silently
+
+
+@pytest.mark.multiprocess
+def test_a_unit_of_one_element_is_accumulated_as_unsharded():
+    run_ranks(units_of_one_element, 2)
