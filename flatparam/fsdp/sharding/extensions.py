@@ -97,12 +97,16 @@ def plain_memory(param: Tensor) -> Tensor | None:
 
     None: it is of no subclass, is on the meta device, or its subclass dispatches operations, so memory is not all.
     """
-    if type(param) in (Tensor, nn.Parameter, FlatParameter) or param.is_meta:
-        return None
-    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if param.is_meta or not is_over_plain_memory(param):
         return None
     plain = stripped(param)
     return plain if _C.is_plain_tensor(plain) else None
+
+
+def is_over_plain_memory(param: Tensor) -> bool:
+    """Whether ``param`` is of a subclass that dispatches no operations: its memory and attributes are all of it."""
+    is_plain = type(param) in (Tensor, nn.Parameter, FlatParameter)
+    return not is_plain and type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def is_kept(param: Tensor) -> bool:

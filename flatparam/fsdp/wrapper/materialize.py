@@ -19,7 +19,7 @@ from ...common.warned import warn_user
 from ..desync import checked_collectives
 from ..desync.events import SetupCollective
 from ..sharding.deferred import template_of
-from ..sharding.extensions import local_state
+from ..sharding.extensions import is_over_plain_memory, local_state
 from ..sharding.placement import Placement
 from ..sharding.pytrees import DeviceError
 
@@ -89,8 +89,9 @@ def materialize(
     - Ignored parameters stay the same objects with their values. If an ignored parameter on the meta device is
       replaced, the new one is added to ``ignored_params``.
 
-    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves a tensor on the meta device;
-    AttributeError naming a class without ``reset_parameters``.
+    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves a tensor on the meta device, and for
+    a frozen parameter that was of a subclass, as 4-bit weights are, and is a plain one now; AttributeError naming a
+    class without ``reset_parameters``.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"expected {param_init_fn!r} to be callable, got {type(param_init_fn).__name__}")
@@ -98,6 +99,11 @@ def materialize(
         return
     target = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     objects = _Objects(modules, ignored_params)
+    classes = {
+        place: type(param)
+        for place, param in parameters_of(modules).items()
+        if param.is_meta and param not in ignored_params and not param.requires_grad and is_over_plain_memory(param)
+    }
     for module in modules:
         if param_init_fn is not None:
             param_init_fn(module)
@@ -111,6 +117,13 @@ def materialize(
                     f"param_init_fn left `{name}` of {type(module).__name__} (shape {tuple(tensor.shape)}) on the meta "
                     "device: it gets every module of the unit, and fills what that module registers itself"
                 )
+    for (module, name), cls in classes.items():
+        if not isinstance(module._parameters.get(name), cls):
+            raise ValueError(
+                f"parameter `{name}` of {type(module).__name__} is a {cls.__name__} on the meta device, and became a "
+                f"plain Parameter, without its attributes: let param_init_fn put a {cls.__name__} there, or build the "
+                "module with memory"
+            )
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:

@@ -5,6 +5,8 @@ As torch's class trains them as buffers: it takes no parameters of integers, and
 Promises:
 - frozen parameters that are bytes (integers, fp8, a subclass over plain memory, as 4-bit weights are) are sharded,
   never cast, and keep their class and attributes
+- one on the meta device is made by `param_init_fn`, or refused by name:
+  `test_on_the_meta_device_it_is_made_by_the_user_or_refused_by_name`
 """
 
 import copy
@@ -12,13 +14,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from gloo import fake_world, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision, ShardingStrategy, checkpoint
+from flatparam import MixedPrecision, ShardingStrategy, checkpoint, defer_init
 
 pytestmark = pytest.mark.multiprocess
 
@@ -260,3 +262,36 @@ def test_data_that_a_forward_gives_it_are_kept_or_refused_by_name():
 
 def test_a_trainable_one_is_refused_by_name():
     run_ranks(refuses, 2)
+
+
+class OnMeta(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.up = nn.Linear(6, 2)
+            self.base = Packed(torch.ones(4, 6).to(torch.uint8), scale=2.0)
+
+    def reset_parameters(self):
+        self.base.fill_(3)
+
+    def forward(self, x):
+        return self.up(x @ (self.base.as_subclass(torch.Tensor).float() * self.base.scale))
+
+
+def fill(module):
+    module.to_empty(device="cpu", recurse=False)
+    if isinstance(module, OnMeta):
+        module.base = Packed(torch.full((4, 6), 3, dtype=torch.uint8), scale=2.0)
+    else:
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_on_the_meta_device_it_is_made_by_the_user_or_refused_by_name(uo):
+    with fake_world(2):
+        for init in (None, defer_init):
+            with pytest.raises(ValueError, match="`base` of OnMeta is a Packed on the meta device, and became a plain"):
+                FSDP(OnMeta(), use_orig_params=uo, param_init_fn=init)
+        model = FSDP(OnMeta(), use_orig_params=uo, param_init_fn=fill)
+        assert model(torch.ones(1, 4)).shape == (1, 2)
+        assert any(flat_param.in_bytes for flat_param in model._unit.flat_params)
