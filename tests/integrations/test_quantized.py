@@ -147,7 +147,7 @@ def test_4_bits_of_hqq_are_sharded(tmp_path):
 
 def test_8_bits_of_bitsandbytes_are_ignored_or_named():
     needs("bitsandbytes")
-    run_ranks(ignored, 2, of_8_bits, "Int8Params.CB. has its memory")
+    run_ranks(ignored, 2, of_8_bits, "Int8Params.CB. shares its memory")
 
 
 def test_wrappers_of_torchao_are_ignored_or_named():

@@ -228,7 +228,7 @@ def refused():
         holder.codes = layer.weight.data  # as 8-bit weights of bitsandbytes: it computes with these
         layer.state = holder if holder is not layer.weight else None
         named = place.replace("weight", "Packed")
-        with pytest.raises(ValueError, match=rf"`three.weight`.*`{named}` has its memory.*ignored_states"):
+        with pytest.raises(ValueError, match=rf"`three.weight`.*`{named}` shares its memory.*ignored_states"):
             FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}))
     module = model()
     module[0].six.weight = nn.Parameter(torch.zeros(25).to(torch.float8_e4m3fn), requires_grad=True)
