@@ -33,12 +33,6 @@ gather_dealloc(PyObject *self)
     fp_free_object(self);
 }
 
-fp_gather *
-fp_gather_of(PyObject *object)
-{
-    return fp_is_of(object, gather_dealloc) ? ((gather_object *)object)->gather : NULL;
-}
-
 static PyObject *
 gather_begin(gather_object *self, PyObject *const *args, Py_ssize_t nargs)
 {

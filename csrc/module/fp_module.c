@@ -13,8 +13,8 @@ static PyMethodDef *const fp_method_tables[] = {
 };
 
 static PyType_Spec *const fp_types[] = {
-    &fp_block_type,         &fp_board_type, &fp_gather_type, &fp_handle_steps_type, &fp_layout_type,
-    &fp_module_params_type, &fp_root_type,  &fp_unit_type,   &fp_trace_type,        &fp_model_trace_type,
+    &fp_block_type, &fp_board_type, &fp_gather_type, &fp_layout_type,      &fp_module_params_type,
+    &fp_root_type,  &fp_unit_type,  &fp_trace_type,  &fp_model_trace_type,
 };
 
 /* Numbers that Python passes to C, or gets from it. */
@@ -64,7 +64,7 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "StateError", state->StateError) < 0) { /* also when it is NULL */
         return -1;
     }
-    if (fp_attributes_exec() < 0 || fp_handle_exec() < 0) {
+    if (fp_attributes_exec() < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {

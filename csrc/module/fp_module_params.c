@@ -97,12 +97,6 @@ module_params_dealloc(PyObject *self)
     fp_free_object(self);
 }
 
-int
-fp_is_module_params(PyObject *object)
-{
-    return fp_is_of(object, module_params_dealloc);
-}
-
 /* ---- views and attributes ---- */
 
 /* The attributes that the modules have now, owned, as fp_attributes_get() says; to be given back with drop_all(). */
@@ -321,10 +315,9 @@ module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_
     return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
-PyObject *
-fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *
+module_params_use_unsharded(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     PyObject *tensors = NULL, *result = NULL; /* owned, as views */
     PyObject **views = NULL;
     int again, listed, unsafe, shown_already = 0;
@@ -373,10 +366,9 @@ done:
     return result;
 }
 
-PyObject *
-fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *
+module_params_use_sharded(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     int unsafe, plain = 0, status = -1;
     if (fp_read_args("use_sharded", args, nargs, "OOOOOb", &unsafe) < 0) {
         return NULL;
@@ -403,10 +395,9 @@ fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 /* ---- writeback ---- */
 
-PyObject *
-fp_module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *
+module_params_scan(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     PyObject *params = NULL, *found = NULL; /* owned */
     PyObject **values = NULL;
     char *selected = NULL; /* in the shard; then: it is no plain tensor, not what params says, or not at its place */
@@ -463,10 +454,9 @@ fail:
 
 /* ---- gradients ---- */
 
-PyObject *
-fp_module_params_set_grads(PyObject *self, PyObject *grad)
+static PyObject *
+module_params_set_grads(fp_module_params *table, PyObject *grad)
 {
-    fp_module_params *table = (fp_module_params *)self;
     PyObject **params = get_all(table, NULL); /* what the modules have now */
     int status = params == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < table->n; i++) {
@@ -528,20 +518,20 @@ static PyMethodDef module_params_methods[] = {
     {"use_parameters", FP_METHOD(module_params_use_parameters), METH_FASTCALL,
      "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\nMake the parameters views of the unsharded flat, "
      "and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
-    {"use_unsharded", FP_METHOD(fp_module_params_use_unsharded), METH_FASTCALL,
+    {"use_unsharded", FP_METHOD(module_params_use_unsharded), METH_FASTCALL,
      "use_unsharded($self, flat, padded, tensors, again, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of "
      "padded, and its views the modules' attributes: with again, tensors, pointed there; else new ones, or those of "
      "the last call where only the modules and the list tensors still have them; with None always new ones.\n\nReturns "
      "the views; None, with nothing done, if a tensor is not plain or a mode is on."},
-    {"use_sharded", FP_METHOD(fp_module_params_use_sharded), METH_FASTCALL,
+    {"use_sharded", FP_METHOD(module_params_use_sharded), METH_FASTCALL,
      "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\nflat.data = shard, and the parameters "
      "its pieces and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode "
      "is on."},
-    {"scan", FP_METHOD(fp_module_params_scan), METH_FASTCALL,
+    {"scan", FP_METHOD(module_params_scan), METH_FASTCALL,
      "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
      "whose storages are not owner's and grad's, or that lie elsewhere in whole ones.\n\nReturns None unless owner and "
      "grad are plain, and no mode is on."},
-    {"set_grads", fp_module_params_set_grads, METH_O,
+    {"set_grads", FP_METHOD(module_params_set_grads), METH_O,
      "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
     {"set_grad_pieces", FP_METHOD(module_params_set_grad_pieces), METH_FASTCALL,
      "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\nSet each parameter's .grad to its 1-D "

@@ -6,7 +6,7 @@
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
 #include "desync/fp_watch.h"
-#include "module/fp_handle.h"
+#include "module/fp_tables.h"
 
 static PyObject *
 is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -90,7 +90,10 @@ same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 clear_grads(PyObject *module, PyObject *params)
 {
-    return fp_bool_unless(fp_handle_clear_grads(params));
+    PyObject *items = PySequence_Tuple(params); /* a copy of ours: what is released may change a list */
+    const int plain = items == NULL ? -1 : fp_torch_clear_grads(fp_items(items), PyTuple_GET_SIZE(items));
+    Py_XDECREF(items);
+    return fp_bool_unless(plain);
 }
 
 static PyObject *
@@ -119,20 +122,17 @@ grad_summary(PyObject *module, PyObject *params)
 }
 
 static PyObject *
-versions(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+versions(PyObject *module, PyObject *params)
 {
-    fp_versions sums = {0};
-    if (nargs < 1) {
-        return PyErr_Format(PyExc_TypeError, "versions() takes the parameters at least");
+    PyObject *items = PySequence_Tuple(params), *sum = NULL;
+    if (items != NULL && fp_torch_all_plain(fp_items(items), PyTuple_GET_SIZE(items))) {
+        sum = PyLong_FromLongLong(fp_param_versions(fp_items(items), NULL, PyTuple_GET_SIZE(items)));
     }
-    PyObject *items = PySequence_Tuple(args[0]);
-    int plain = items == NULL ? -1 : fp_torch_versions(fp_items(items), PyTuple_GET_SIZE(items), 1, &sums);
-    plain = plain <= 0 ? plain : fp_torch_versions(args + 1, nargs - 1, 0, &sums);
+    else if (items != NULL) {
+        sum = Py_NewRef(Py_None);
+    }
     Py_XDECREF(items);
-    if (plain <= 0) {
-        return plain < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    return Py_BuildValue("(LLL)", (long long)sums.values, (long long)sums.grads, (long long)sums.grad_values);
+    return sum;
 }
 
 static PyObject *
@@ -312,9 +312,10 @@ PyMethodDef fp_tensor_methods[] = {
     {"grad_summary", grad_summary, METH_O,
      "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
      "unless is_plain(*params)."},
-    {"versions", FP_METHOD(versions), METH_FASTCALL,
-     "versions($module, params, /, *others)\n--\n\n(sum of the versions of all, how many parameters have a gradient, "
-     "sum of the versions of those); None unless all are plain."},
+    {"versions", versions, METH_O,
+     "versions($module, params, /)\n--\n\nThe sum of their versions, which counts changes in place; None unless all "
+     "are "
+     "plain and no mode is on."},
     {"survey", survey, METH_O,
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "

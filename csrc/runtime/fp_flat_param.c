@@ -391,9 +391,10 @@ read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
     return left;
 }
 
-/* See fp_flat_param_note_user_edits() and fp_flat_param_sync_shown_grads(). */
+/* See fp_flat_param_note_user_edits() and fp_flat_param_sync_shown_grads(). refused: NULL, or as for
+ * fp_flat_param_find_refused_edit(). */
 static int
-read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
+read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros, Py_ssize_t *refused)
 {
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
@@ -402,8 +403,11 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
         return -1;
     }
     const Py_ssize_t left = read_edits(flat_param, name, drops_zeros);
-    if (left < -1) {
+    if (left < -1 && refused == NULL) {
         refuse_gradient(flat_param, -2 - left, name, written_in_place);
+    }
+    else if (left < -1) {
+        *refused = -2 - left;
     }
     PyObject *error = PyErr_GetRaisedException(); /* set again below, once the refused gradients are dropped */
     if (left <= 0) {
@@ -413,17 +417,38 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (status == 0) {
         status = show_deferred_reduced(flat_param);
     }
-    if (left < 0) {
+    if (error != NULL) {
         PyErr_SetRaisedException(error); /* it hides an error of the two calls above */
-        return -1;
     }
-    return status;
+    return left < 0 ? -1 : status;
 }
 
 int
 fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name)
 {
-    return read_accumulated(flat_param, name, 0);
+    return read_accumulated(flat_param, name, 0, NULL);
+}
+
+int
+fp_flat_param_find_refused_edit(fp_flat_param *flat_param, const char *name, Py_ssize_t *refused)
+{
+    *refused = -1;
+    return read_accumulated(flat_param, name, 0, refused);
+}
+
+PyObject *
+fp_flat_param_reduced(fp_flat_param *flat_param)
+{
+    const fp_param_pieces *owners = &flat_param->owners;
+    char *has = fp_new_array(owners->n, 1);
+    PyObject *reduced = has == NULL ? NULL : fp_gradients_collect(owners, flat_param->shard, has);
+    for (Py_ssize_t i = 0; reduced != NULL && reduced != Py_None && i < owners->n; i++) {
+        if (!has[i] && fp_gradients_clear_piece(owners, i, reduced) < 0) {
+            Py_CLEAR(reduced);
+        }
+    }
+    fp_free(has);
+    return reduced;
 }
 
 /* New array [owners.n], which the caller frees: 1 for an owner that gets a piece of a gradient, as it trains or has a frozen
@@ -508,14 +533,14 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int 
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    if (read_accumulated(flat_param, name, drops_zeros) < 0) {
+    if (read_accumulated(flat_param, name, drops_zeros, NULL) < 0) {
         return -1;
     }
     return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_accumulated(flat_param, name) : 0;
 }
 
 /* Put the reduced gradient that .grad shows aside: deferred_reduced. accumulated: the accumulated gradient, which takes it
- * where no group would reduce it. */
+ * where neither a group nor a driver would reduce it. */
 static int
 defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
 {
@@ -531,7 +556,8 @@ defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
     if (reduced == NULL) {
         return 0;
     }
-    if (flat_param->plan->shard_group == NULL && flat_param->plan->replicate_group == NULL) {
+    if (flat_param->plan->shard_group == NULL && flat_param->plan->replicate_group == NULL &&
+        flat_param->leaf == NULL) {
         const int status = fp_torch_convert(accumulated, reduced, 1);
         Py_CLEAR(flat_param->deferred_reduced);
         for (Py_ssize_t i = 0; i < owners->n; i++) {
@@ -579,6 +605,7 @@ fp_flat_param_free(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->shard);
     Py_CLEAR(flat_param->params);
     Py_CLEAR(flat_param->views);
+    Py_CLEAR(flat_param->leaf);
     Py_CLEAR(flat_param->extension);
     Py_CLEAR(flat_param->dress);
     Py_CLEAR(flat_param->extended);
@@ -599,6 +626,7 @@ fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
     Py_VISIT(flat_param->shard);
     Py_VISIT(flat_param->params);
     Py_VISIT(flat_param->views);
+    Py_VISIT(flat_param->leaf);
     Py_VISIT(flat_param->extension);
     Py_VISIT(flat_param->dress);
     Py_VISIT(flat_param->extended);

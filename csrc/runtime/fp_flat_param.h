@@ -38,7 +38,7 @@ enum {
 };
 
 typedef struct {
-    /* Owned. fp_flat_param_read() sets all of them but views and extended. */
+    /* Owned. fp_flat_param_read() sets all of them but views, extended and leaf. */
     fp_attributes attributes; /* the modules and names of the n original parameters */
     fp_geometry *geometry;    /* their places in the unsharded flat parameter */
     /* The owners: their places (geometry, if they are the original parameters), and per owner the first element in the shard
@@ -51,6 +51,7 @@ typedef struct {
     PyObject *views;  /* tuple [n] over the flat buffer; NULL before fp_unshard_make_views() */
     /* extension(views): a tuple [n] of tensors that modules have in place of the views (DTensors, say); NULL: none. */
     PyObject *extension;
+    PyObject *leaf;     /* the views' gradient is leaf's, for autograd; NULL: the node behind them calls the unit */
     PyObject *dress;    /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
     PyObject *extended; /* the tuple that extension gave last; NULL while modules have the original parameters */
 
@@ -169,12 +170,18 @@ int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
  * counts. Then show the reduced gradient, or none. -1: ValueError for an edit that cannot count; the accumulated gradient
  * is dropped. */
 int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name);
+/* The same. For an edit that cannot count *refused becomes the number of the owner, and no exception is set: -1. Else it
+ * becomes -1. */
+int fp_flat_param_find_refused_edit(fp_flat_param *flat_param, const char *name, Py_ssize_t *refused);
 /* The same between passes. Then show again what is left of the accumulated gradient. drops_zeros: see
  * fp_gradients_check_accumulated(). */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Add each owner's piece of reduced, which is borrowed, to its .grad, and call the owner's hooks. Owners that are frozen get a
  * piece only if they have a frozen share, which ends here. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name);
+/* The reduced gradient that .grad of the owners shows, with zeros where an owner has none. A new reference: the tensor in which
+ * all of them lie as pieces, or else a new one. None: no owner has one. */
+PyObject *fp_flat_param_reduced(fp_flat_param *flat_param);
 /* Nested: cleared has a sum over ranks per owner. Clear the accumulated gradient of the owners whose sum is not 0. 1: some
  * owner that trains, or has a frozen share, is not cleared; 0: all are, and the accumulated gradient is dropped; -1. */
 int fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared);

@@ -247,18 +247,17 @@ fp_iteration_recover(fp_root *root)
     return 0;
 }
 
-/* *replaced: 1 if collectives must go through Python: it is told so, or a user has replaced a watched function. */
-static int
-was_replaced(fp_root *root, int *replaced)
+int
+fp_iteration_look_for_replaced(fp_root *root)
 {
-    *replaced = root->always_python;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->watched) && !*replaced; i++) {
+    root->through_python = root->always_python;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->watched) && !root->through_python; i++) {
         PyObject *entry = PyTuple_GET_ITEM(root->watched, i);
         PyObject *now = PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
         if (now == NULL && PyErr_Occurred()) {
             return -1;
         }
-        *replaced = now != PyTuple_GET_ITEM(entry, 2);
+        root->through_python = now != PyTuple_GET_ITEM(entry, 2);
     }
     return 0;
 }
@@ -279,7 +278,7 @@ fp_iteration_begin(fp_root *root)
     }
     root->n_order = 0;
     root->last_forward = root->last_refreshed = NULL;
-    return was_replaced(root, &root->through_python) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
+    return fp_iteration_look_for_replaced(root) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
 }
 
 /* Gather a stale unit with a secondary shard from the shards, and free it. */

@@ -7,6 +7,9 @@
 /* The outermost forward begins a pass. Recovers first if the backward before was broken off. Issues the all-reduces of
  * fp_consensus_before_forward(). */
 int fp_iteration_begin(fp_root *root);
+/* root.through_python becomes 1 if collectives must go through Python: it is told so, or a user has replaced a watched
+ * function; else 0. */
+int fp_iteration_look_for_replaced(fp_root *root);
 /* Forget all that a broken iteration has left. No collective: other ranks may not come. Afterwards every unit is IDLE and
  * SHARDED, modules have the original parameters, and reductions under way are dropped. After a backward the accumulated
  * gradient is dropped too, as it has a part of that backward's gradients. All units are tried; then the first error is

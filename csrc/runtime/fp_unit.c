@@ -12,6 +12,7 @@
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_root.h"
 #include "runtime/fp_unit_accumulated.h"
+#include "runtime/fp_unit_by_hand.h"
 #include "runtime/fp_unshard.h"
 
 /* ---- construction ---- */
@@ -241,7 +242,7 @@ unit_put(fp_unit *unit, PyObject *argument)
 static PyObject *
 unit_sync_user_writes(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unshard_sync_user_writes(unit) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_bool_unless(fp_unshard_sync_user_writes(unit));
 }
 
 static PyObject *
@@ -443,8 +444,7 @@ static PyMethodDef unit_methods[] = {
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
     {"sync_user_writes", FP_METHOD(unit_sync_user_writes), METH_NOARGS,
      "sync_user_writes($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put "
-     "in their "
-     "place, into the shards."},
+     "in their place, into the shards. Returns whether there was any."},
     {"alias_params", FP_METHOD(unit_alias_params), METH_NOARGS,
      "alias_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
     {"lie_in", FP_METHOD(unit_lie_in), METH_FASTCALL,
@@ -483,6 +483,49 @@ static PyMethodDef unit_methods[] = {
      "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: replace the accumulated gradients. "
      "accumulated: a tensor for each flat parameter, as accumulated() gives it, or None. frozen_share: for each flat "
      "parameter a tuple of bools, whether a parameter is frozen and has a part in it. .grad does not show them."},
+    {"drive", FP_METHOD(fp_by_hand_drive), METH_FASTCALL,
+     "drive($self, leaf, of_shards, of_params, sliced, /)\n--\n\nOnce, of a unit without hooks, whose steps are called "
+     "one by one: leaf, a FlatParameter, gets the gradients of the views. of_shards and of_params watch the gathers "
+     "over "
+     "the two groups: looks = 0 before one; look() every 300 ms of a wait, if sliced; explain(message) for one that "
+     "has "
+     "failed. Returns the unsharded tensor."},
+    {"gather", FP_METHOD(fp_by_hand_gather), METH_O,
+     "gather($self, refresh, /)\n--\n\nBy hand: begin to gather, from the shards (refresh) or the secondary shard. "
+     "Returns the unsharded tensor if it is a new one, as the memory of the last one is borrowed; else None."},
+    {"wait", FP_METHOD(fp_by_hand_wait), METH_NOARGS, "wait($self, /)\n--\n\nBy hand: wait for the gather."},
+    {"show_views", FP_METHOD(fp_by_hand_show_views), METH_FASTCALL,
+     "show_views($self, tensors, may_replace, /)\n--\n\nBy hand: leaf.data = the unsharded tensor; the modules, and "
+     "the "
+     "list tensors, have its views. may_replace: new ones if a user has put hooks on them."},
+    {"show_whole", FP_METHOD(fp_by_hand_show_whole), METH_O,
+     "show_whole($self, whole, /)\n--\n\nBy hand: leaf.data = whole, and the parameters are whole in it."},
+    {"show_shard", FP_METHOD(fp_by_hand_show_shard), METH_O,
+     "show_shard($self, was_whole, /)\n--\n\nBy hand: leaf.data = the shard, and the modules have the parameters. "
+     "was_whole: which become their pieces again."},
+    {"take_written", FP_METHOD(fp_by_hand_take_written), METH_NOARGS,
+     "take_written($self, /)\n--\n\nBy hand, after a forward: take what it has written to views into the shard."},
+    {"cut_secondary_shard", FP_METHOD(fp_by_hand_cut), METH_NOARGS,
+     "cut_secondary_shard($self, /)\n--\n\nBy hand: copy it from what is gathered, unless there is one; returns it."},
+    {"forget_gathered", FP_METHOD(fp_by_hand_forget), METH_NOARGS,
+     "forget_gathered($self, /)\n--\n\nBy hand: what is gathered, and the secondary shard, are out of date."},
+    {"versions", FP_METHOD(fp_by_hand_versions), METH_NOARGS,
+     "versions($self, /)\n--\n\nBy hand: a number that changes with each write to the shard that torch counts."},
+    {"set_grads_of_views", FP_METHOD(fp_by_hand_set_grads), METH_O,
+     "set_grads_of_views($self, grad, /)\n--\n\nBy hand: .grad of each view = its place in grad."},
+    {"show_sum", FP_METHOD(fp_by_hand_show_sum), METH_O,
+     "show_sum($self, sum, /)\n--\n\nBy hand: .grad shows this accumulated gradient, which is kept; None: leaf.grad "
+     "shows "
+     "the reduced one."},
+    {"read_sum", FP_METHOD(fp_by_hand_read_sum), METH_NOARGS,
+     "read_sum($self, /)\n--\n\nBy hand: take over what the user did to the sum that .grad shows, and show the reduced "
+     "gradient. Returns -1; -2: nothing is left of the sum; else it is dropped, as the gradient of the parameter of "
+     "this "
+     "number was changed so that it cannot count."},
+    {"drop_sum", FP_METHOD(fp_by_hand_drop_sum), METH_NOARGS, "drop_sum($self, /)\n--\n\nBy hand: forget the sum."},
+    {"add_reduced", FP_METHOD(fp_by_hand_add_reduced), METH_O,
+     "add_reduced($self, reduced, /)\n--\n\nBy hand: add the pieces of a reduced gradient to .grad; leaf.grad shows "
+     "it."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -519,6 +562,8 @@ static PyGetSetDef unit_getset[] = {
      &ask_frozen},
     {"unreduced", FP_GETTER(unit_any), NULL,
      "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", &ask_unreduced},
+    {"is_gathered", FP_GETTER(fp_by_hand_is_gathered), NULL,
+     "By hand: whether it is gathered, or the gather is under way.", NULL},
     {"reason", unit_get_text, unit_set_text, "What is said when freed data is used.", (void *)(intptr_t)REASON},
     {"shows_views", FP_GETTER(unit_shows_views), NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

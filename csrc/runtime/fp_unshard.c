@@ -35,8 +35,9 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     if (made < 0 || fp_flat_param_take_requires_grad(flat_param, unit->name) < 0) {
         return -1;
     }
-    int untracked = 1, same = made == 0 && flat_param->views != NULL;
-    for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
+    const int same = made == 0 && flat_param->views != NULL;
+    int untracked = flat_param->leaf == NULL || !fp_param_requires_grad(flat_param->leaf);
+    for (Py_ssize_t i = 0; flat_param->leaf == NULL && i < flat_param->owners.n; i++) {
         untracked = untracked && !fp_param_requires_grad(flat_param->owners.params[i]);
     }
     if (same && untracked == fp_flat_param_is_untracked(flat_param)) {
@@ -50,8 +51,8 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         return -1;
     }
     PyObject *views = PyTuple_New(flat_param->attributes.n); /* its items are set at once */
-    if (views == NULL ||
-        fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, &PyTuple_GET_ITEM(views, 0)) < 0) {
+    if (views == NULL || fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, flat_param->leaf,
+                                              &PyTuple_GET_ITEM(views, 0)) < 0) {
         Py_XDECREF(views);
         return -1;
     }
@@ -187,9 +188,8 @@ fp_unshard_check_unchanged(fp_unit *unit)
     return 0;
 }
 
-/* Raise if a user has freed or resized the storage that a gather reads or writes. */
-static int
-check_memory(const fp_unit *unit)
+int
+fp_unshard_check_memory(const fp_unit *unit)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         int64_t present, needed;
@@ -268,7 +268,7 @@ start_gather(fp_unit *unit)
 {
     fp_root *root = unit->root;
     int gathered = 0;
-    if (check_memory(unit) < 0) {
+    if (fp_unshard_check_memory(unit) < 0) {
         return -1;
     }
     if (!root->in_backward && !fp_unit_has_secondary_shard(unit) && fp_unshard_sync_user_writes(unit) < 0) {

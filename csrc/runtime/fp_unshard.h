@@ -11,6 +11,8 @@
  * which owners require grad. The data is not gathered by this. */
 int fp_unshard_make_views(fp_unit *unit, Py_ssize_t index);
 
+/* ValueError if a user has freed or resized the storage that a gather reads or writes. */
+int fp_unshard_check_memory(const fp_unit *unit);
 /* The only way to another state of a unit's unsharded data. -1 with RuntimeError, and nothing changed, where the core's table
  * has no such move. */
 int fp_unshard_move(fp_unit *unit, fp_unit_event event);

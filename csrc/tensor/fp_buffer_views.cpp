@@ -69,7 +69,7 @@ show_version(fp_flat_buffer &flat, PyObject *const *views)
     if (version == flat.shown_version) {
         return;
     }
-    for (size_t i = 0; i < flat.geometry->views.size(); i++) {
+    for (size_t i = 0; views != nullptr && i < flat.geometry->views.size(); i++) {
         if (auto *meta = torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(views[i]))) {
             meta->set_attr_version(static_cast<uint32_t>(version));
         }
@@ -103,13 +103,17 @@ has_same_bytes(const at::Tensor &a, const at::Tensor &b)
 extern "C" {
 
 int
-fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out)
+fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject *leaf, PyObject **out)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         fp::NodePtr node;
-        if (!untracked) {
+        if (!untracked && leaf == nullptr) {
             node = fp::make_node<fp::ViewsBackward>(flat->geometry, ref->shared, index);
+        }
+        else if (!untracked) {
+            node = fp::make_node<fp::ViewsBackward>(flat->geometry, fp::unpack(leaf));
+            node->set_sequence_nr(UINT64_MAX); /* it serves later forwards, too: it runs as soon as it is ready */
         }
         const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, out)
                                      : fp::make_views(flat->unsharded, *flat->geometry, node, out);
@@ -120,6 +124,12 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untr
         }
         return status;
     });
+}
+
+int
+fp_flat_buffer_has_hooks(const fp_flat_buffer *flat) noexcept
+{
+    return flat->node && static_cast<fp::ViewsBackward &>(*flat->node).has_hooks() ? 1 : 0;
 }
 
 int

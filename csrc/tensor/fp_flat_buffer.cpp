@@ -41,7 +41,8 @@ device_from(PyObject *object)
 at::Tensor
 freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, const char *reason)
 {
-    return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason, true);
+    return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason,
+                        flat.keeps_size);
 }
 
 // Leave the storage and its memory to the borrower; move our tensors to a freed storage.
@@ -71,6 +72,18 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
     flat.unsharded = std::move(unsharded);
     flat.unsharded_data = std::move(unsharded_data);
     flat.shown_version = flat.seen_version = flat.unsharded._version();
+}
+
+// Copy our part of the gathered values as the secondary shard, if there shall be one and is none.
+void
+cut_secondary_shard(fp_flat_buffer &flat)
+{
+    if (flat.is_gathered() && flat.param_group != nullptr && !flat.secondary_shard.defined()) {
+        const int64_t numel = flat.part_numel();
+        const Plainly plainly;
+        check_memory(flat.unsharded_data, name_of(flat));
+        flat.secondary_shard = alias(flat.unsharded_data, numel, int64_t{1}, flat.param_rank * numel).clone();
+    }
 }
 
 // The state after event; RuntimeError, which names the unit, where the table has no such move.
@@ -208,6 +221,12 @@ fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
 }
 
 void
+fp_flat_buffer_lose_size(fp_flat_buffer *flat) noexcept
+{
+    flat->keeps_size = false;
+}
+
+void
 fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) noexcept
 {
     flat->in_full = in_full != 0;
@@ -248,13 +267,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
         }
         fp::wait_for_gather(*flat);
         if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->unsharded.defined()) {
-            if (flat->is_gathered() && flat->param_group != nullptr && !flat->secondary_shard.defined()) {
-                const int64_t numel = flat->part_numel();
-                const fp::Plainly plainly;
-                fp::check_memory(flat->unsharded_data, fp::name_of(*flat));
-                flat->secondary_shard =
-                    fp::alias(flat->unsharded_data, numel, int64_t{1}, flat->param_rank * numel).clone();
-            }
+            fp::cut_secondary_shard(*flat);
             fp::move(*flat, FP_DATA_FORGET);
             flat->home.move_out();
             if (fp::has_borrower(fp::storage_of(flat->unsharded))) {
@@ -265,10 +278,16 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
                                      reason); /* the storage is freed with its last reference */
             }
             else {
-                fp::resize_storage(fp::storage_of(flat->unsharded), 0, reason, true);
+                fp::resize_storage(fp::storage_of(flat->unsharded), 0, reason, flat->keeps_size);
             }
         }
     });
+}
+
+int
+fp_flat_buffer_cut_secondary_shard(fp_flat_buffer *flat)
+{
+    return fp::guarded(-1, [&] { fp::cut_secondary_shard(*flat); });
 }
 
 int

@@ -71,6 +71,8 @@ int fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard, int
  * new storage. Graphs that need the old values are refused by autograd.
  * 1: it is new, and views must be made anew; 0: the memory is not borrowed; -1. */
 int fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason);
+/* Let the unsharded tensor's storage have the size 0 while it is freed, as drivers of handles expect. Before it is prepared. */
+void fp_flat_buffer_lose_size(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* in_full: compute and reduce in the shard's dtype; else as the options say. It takes effect with the next prepare and
  * views. */
 void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCEPT;
@@ -78,9 +80,12 @@ void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCE
 /* ---- the views ---- */
 
 /* Make the views of the unsharded tensor behind one autograd node, which calls ref's unit with index, the number of this flat
- * parameter in it. untracked: leaves without a node. out[n] receives new references; on failure none. */
-int fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
-int fp_flat_buffer_has_node(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 0: the views are leaves, or there are none */
+ * parameter in it. untracked: leaves without a node. leaf: NULL, or a leaf whose data is the unsharded tensor: the node calls no
+ * unit, and gives the gradient to leaf. out[n] receives new references; on failure none. */
+int fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject *leaf,
+                         PyObject **out);
+int fp_flat_buffer_has_hooks(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 1: that node has got hooks */
+int fp_flat_buffer_has_node(const fp_flat_buffer *flat) FP_NOEXCEPT;  /* 0: the views are leaves, or there are none */
 /* Let the node run only after all nodes that were recorded since began (fp_graph_now). Without this call it runs as soon as its
  * gradients are there; a reentrant checkpoint may give more of them later. */
 void fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) FP_NOEXCEPT;
@@ -157,6 +162,8 @@ int fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard);
  * shard, if there shall be one and is none. Borrowed memory is left to the borrower, and the views in it move to a freed
  * storage. Nothing is freed under stays_full, where the unsharded tensor is the shard, and where the gather may never end. */
 int fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason);
+/* The first half of that alone: our part becomes the secondary shard, and the memory stays. After a wait. */
+int fp_flat_buffer_cut_secondary_shard(fp_flat_buffer *flat);
 /* Keep the memory, and let an access raise reason until the next gather or wait. Nothing happens while a gather is pending. */
 int fp_flat_buffer_hide(fp_flat_buffer *flat, const char *reason);
 /* Forget the gathered values, after a wait for their gather: they do not become the secondary shard. The memory stays.

@@ -21,6 +21,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor unsharded;      // [total] in the compute dtype; its storage has 0 bytes while freed
     at::Tensor unsharded_data; // the same memory, another version counter: autograd does not see writes to it
     at::Tensor filling;        // the same memory, another storage: a gather writes by it while unsharded is hidden
+    bool keeps_size = true;    // the storage of unsharded tells its size while it is freed
     bool is_hidden = false;    // an access to unsharded or a view raises the reason: values may be missing
     fp_data_state data = FP_DATA_SHARDED; // of unsharded; only fp::move changes it
     at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: param_group gathers from it

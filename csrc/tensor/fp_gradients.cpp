@@ -11,14 +11,22 @@
 namespace fp {
 namespace {
 
+// Set the piece of parameter i in whole, a gradient of the shard, to 0.
+void
+clear_piece(const at::Tensor &whole, const fp_param_pieces &of, size_t i)
+{
+    if (of.numels[i] > 0) {
+        check_memory(whole);
+        alias(whole, of.numels[i], int64_t{1}, whole.storage_offset() + of.starts[i]).zero_();
+    }
+}
+
 // Drop the part of parameter i in the reduced gradient that is put aside.
 void
 clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
 {
-    if (*aside.tensor != nullptr && aside.has[i] != 0 && of.numels[i] > 0) {
-        const at::Tensor &whole = unpack(*aside.tensor);
-        check_memory(whole);
-        alias(whole, of.numels[i], int64_t{1}, whole.storage_offset() + of.starts[i]).zero_();
+    if (*aside.tensor != nullptr && aside.has[i] != 0) {
+        clear_piece(unpack(*aside.tensor), of, i);
     }
     aside.has[i] = 0;
 }
@@ -377,6 +385,15 @@ fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *ha
             }
         }
         return THPVariable_Wrap(std::move(all));
+    });
+}
+
+int
+fp_gradients_clear_piece(const fp_param_pieces *of, Py_ssize_t i, PyObject *grad)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::clear_piece(fp::unpack(grad), *of, static_cast<size_t>(i));
     });
 }
 

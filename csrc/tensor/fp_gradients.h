@@ -30,6 +30,8 @@ int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const 
 /* Put params[i].grad together to a gradient of the shard, with zeros where there is none. A new reference: to the tensor in
  * which all of them lie as pieces, or else to a new one. None: no parameter has a gradient. has[i] = 1: parameter i has one. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
+/* Set the piece of parameter i in grad, a gradient of the shard, to 0. */
+int fp_gradients_clear_piece(const fp_param_pieces *of, Py_ssize_t i, PyObject *grad);
 /* params[i].grad = a view of accumulated, where which[i]. own < 0: accumulated is the unsharded gradient, and the view is the
  * parameter's place in it. own >= 0: this rank's shard begins at element own of accumulated, and the view is the 1-D piece. */
 int fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, PyObject *accumulated, int64_t own);

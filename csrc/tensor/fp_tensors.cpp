@@ -486,26 +486,6 @@ fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int 
 }
 
 int
-fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, int with_grads, fp_versions *versions)
-{
-    return fp::guarded(-1, [&] {
-        if (!fp_torch_all_plain(tensors, n)) {
-            return 0;
-        }
-        for (Py_ssize_t i = 0; i < n; i++) {
-            const at::Tensor &tensor = THPVariable_Unpack(tensors[i]);
-            const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
-            versions->values += tensor._version();
-            if (with_grads && grad.defined()) {
-                versions->grads++;
-                versions->grad_values += grad.is_inference() ? 0 : grad._version();
-            }
-        }
-        return 1;
-    });
-}
-
-int
 fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 {
     return fp::guarded(-1, [&] {

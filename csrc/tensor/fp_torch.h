@@ -103,7 +103,7 @@ int fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyO
 int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, PyObject *grad,
                              const int64_t *starts, const int64_t *numels, const char *none, int by_data);
 
-/* The next two, and fp_torch_versions(), return 1; 0 with nothing done unless fp_torch_all_plain(); -1.
+/* The next two return 1; 0 with nothing done unless fp_torch_all_plain(); -1.
  * *all_none: no parameter has a gradient; *any_requires_grad: some parameter requires one. clear: params[i].grad = None. */
 int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad);
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
@@ -115,15 +115,6 @@ typedef struct {
     double divisor;
     int dtype;
 } fp_reduced;
-
-/* Numbers that an in-place change of a tensor, or of its gradient, increases. fp_torch_versions() adds those of tensors to
- * *versions; with_grads: those of their gradients too. */
-typedef struct {
-    int64_t values;      /* sum of the tensors' versions */
-    int64_t grads;       /* how many have a gradient */
-    int64_t grad_values; /* sum of the gradients' versions */
-} fp_versions;
-int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, int with_grads, fp_versions *versions);
 
 /* target = source, or target += source if accumulate, converted to target's dtype. Both are 1-D, contiguous, equally long and
  * in separate memory; else ValueError, with nothing done. On the CPU it is one pass over memory. */

@@ -126,8 +126,7 @@ def _tell_of_old_values(handle: Handle) -> None:
 
 
 def _sum_of_versions(handle: Handle) -> int | None:
-    found = _C.versions(handle.flat_param._params if handle._use_orig_params else (handle.flat_param,))
-    return None if found is None else found[0]
+    return _C.versions(handle.flat_param._params if handle._use_orig_params else (handle.flat_param,))
 
 
 def _free_gathered(handle: Handle, *others: str) -> None:

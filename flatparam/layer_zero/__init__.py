@@ -2,7 +2,7 @@
 
 To wrap a model use ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO`` instead. The handle is
 one class in parts, each a base of the next: `_base.py`, `_sums.py`, `_freshness.py`, `_parameters.py`, `_gradients.py`,
-`handle.py`. A step of it in C is `csrc/module/fp_handle_steps.c`.
+`handle.py`. It drives the runtime's unit without hooks: `csrc/runtime/fp_unit_by_hand.c`.
 """
 
 # ruff: noqa: F401  # all names of the reference's module, private ones too

@@ -7,18 +7,22 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from .. import _C
 from ..common.tensors import free, is_allocated
-from ..dropin import gathering
 from ..dropin.base import Driven
 from ..dropin.handle import FlatParamHandle as FlatParam
+from .states import IDLE, HandleTrainingState
 
 
-class Base(_C.HandleSteps, Driven):
-    """Owns ``_flat``, the drop-in's handle over the zero1 group: it flattens, makes views, and knows the layout.
+class Base(Driven):
+    """Owns ``_flat``, the drop-in's handle over the zero1 group: it flattens, and knows the layout.
 
-    The names of groups, dtypes and states are the reference's.
+    ``_core`` is the runtime's unit of the same parameters, without hooks: it gathers, frees, and shows views and
+    gradients, when the handle says so. The names of groups, dtypes and states are the reference's.
     """
+
+    flat_param: Any  # a FlatParameter: ``_flat``'s
+    _core: Any = None  # a _C.Unit, from shard() on
+    _state: HandleTrainingState = IDLE
 
     zero1_process_group: dist.ProcessGroup
     zero3_process_group: dist.ProcessGroup
@@ -27,8 +31,6 @@ class Base(_C.HandleSteps, Driven):
     zero3_group_rank: int
     zero3_group_size: int
     device: torch.device
-    _zero1_gather: _C.Gather | None  # None: use torch.distributed's functions (a user may have replaced them)
-    _zero3_gather: _C.Gather | None
     _device_handle: Any  # a _FSDPDeviceHandle
     _flat: FlatParam
     _zero3_module: nn.Module
@@ -36,6 +38,25 @@ class Base(_C.HandleSteps, Driven):
     _fwd_bwd_param_dtype: torch.dtype
     _reduce_dtype: torch.dtype
     _offload_grads: bool
+    _is_on_host: bool
+    _has_zero3_copy: bool  # the zero3 group is smaller than the zero1 group, and has more than one rank
+    _stays_unsharded: bool  # the zero3 group has one rank
+
+    # Drivers may set the first two, as in the reference
+    _needs_param_sync = True
+    _param_synced = False
+    _is_bound = False  # init_flat_param_attributes() has run
+    _is_unsharded = False  # modules have views, or whole parameters
+    _is_whole = False  # they have whole parameters
+    _gathered = False  # the unsharded tensor has the values of some gather
+    _confirmed = False  # ranks have agreed that these are current, for this forward
+    _is_gathering = False  # nobody has waited for the last gather yet
+    _was_given_up = False  # a wait was interrupted
+    _is_from_masters = False  # the last gather was from the masters
+    _in_backward = False  # a backward has begun to add to the prepared gradient
+    _is_shown = False  # .grad shows the sum
+    _prepared = -1  # the version of the prepared gradient when it was set to zeros; -1: none is prepared
+    _agreed: bool | None = None  # what ranks have agreed on staleness, for the next unshard
 
     # Attributes of the driving runtime
     _ran_pre_backward_hook = False
@@ -43,6 +64,7 @@ class Base(_C.HandleSteps, Driven):
     _grad_synced = False
     enter_backward = False
     prev_iter_synced = True
+    _ag_handle: Any = None
 
     @property
     def full_prec_dtype(self) -> torch.dtype:
@@ -59,6 +81,10 @@ class Base(_C.HandleSteps, Driven):
         """The dtype of the reduce-scatter."""
         return self._reduce_dtype
 
+    def _set_state(self, state: HandleTrainingState) -> None:
+        flat: Any = self._flat
+        self._state = flat._state = state
+
     def _names(self) -> str:
         return self._flat._names()
 
@@ -67,13 +93,6 @@ class Base(_C.HandleSteps, Driven):
 
     def _free(self, tensor: Tensor) -> None:
         free(tensor, self._flat._freed_message)
-
-    def _free_after_use(self, tensor: Tensor) -> None:
-        """Free ``tensor`` when the current stream has done the work that it has now."""
-        if self._is_on_host:
-            self._free(tensor)
-        else:
-            gathering.free_after_use(self._flat, tensor)
 
     # Checks with the reference's names
 
@@ -87,17 +106,3 @@ class Base(_C.HandleSteps, Driven):
     @staticmethod
     def _is_storage_freed(tensor: Tensor | None) -> bool:
         return tensor is not None and not is_allocated(tensor)
-
-    def _versions(self) -> tuple[int, int, int]:
-        """Return counts that change with users' writes.
-
-        ``(sum of versions of parameters and masters, number of gradients, sum of their versions)``.
-        """
-        flat_param = self.flat_param
-        params, masters = flat_param._params, (flat_param, flat_param._zero1_shard)
-        found = _C.versions(params, *masters)
-        if found is None:
-            grads = [param.grad for param in params if param.grad is not None]
-            values = sum(tensor._version for tensor in (*params, *masters))
-            found = values, len(grads), sum(grad._version for grad in grads)
-        return found

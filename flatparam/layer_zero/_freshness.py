@@ -14,6 +14,7 @@ from ..common import optimizers
 from ..fsdp.desync import checked_collectives
 from ._base import Base
 from ._sums import Sums
+from .states import BACKWARD_POST, BACKWARD_PRE
 
 
 class Freshness(Sums):
@@ -23,17 +24,40 @@ class Freshness(Sums):
     may set both flags.
     """
 
+    # The versions of the masters and the optimizer steps, when the masters were gathered last
+    _seen_values = _seen_steps = -1
+
     def _note_fresh(self) -> None:
         """Note that the current masters have been gathered."""
-        self._seen_values, self._seen_steps = self._versions()[0], optimizers.taken
+        self._seen_values, self._seen_steps = self._core.versions(), optimizers.taken
 
-    def _ask(self, changed: bool) -> bool:
-        return _any_rank([changed], self)[0]
+    @property
+    def _is_changed_here(self) -> bool:
+        """Whether masters were written to here, or an optimizer has stepped, since they were gathered last."""
+        return bool(self._seen_values != self._core.versions() or self._seen_steps != optimizers.taken)
 
-    def _refuse_write(self) -> None:
-        raise RuntimeError(
-            f"{self._names()} was written to after agree() and before its forward: write before, or do without agree()"
-        )
+    def _must_refresh(self) -> bool:
+        """Return whether to gather from the masters rather than to use what was gathered from them before.
+
+        A collective call over the zero1 group, unless in backward or control flow tells: an all-reduce of 4 bytes.
+        Raises: RuntimeError if masters were written to after agree().
+        """
+        agreed, self._agreed = self._agreed, None
+        keeps = self._has_zero3_copy or self._stays_unsharded
+        has_copy = self.flat_param._zero3_shard is not None if keeps else self._gathered
+        if not has_copy or (self._needs_param_sync and not self._param_synced):
+            return True  # known to all ranks
+        if self._state is BACKWARD_PRE or self._state is BACKWARD_POST:
+            return False  # backward goes with what its forward had
+        changed = self._is_changed_here
+        if agreed is None:
+            return _any_rank([changed], self)[0]
+        if changed and not agreed:
+            raise RuntimeError(
+                f"{self._names()} was written to after agree() and before its forward: write before, or do without "
+                "agree()"
+            )
+        return agreed
 
 
 def agree(handles: Sequence[Any]) -> None:

@@ -3,36 +3,61 @@
 The driver calls these methods in the order that docs/layerzero.md gives. The state says which call is allowed.
 """
 
+import contextlib
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
 from ..common.collectives import gathering
-from ..common.tensors import refuse_freed, same_storage
+from ..common.tensors import allocate, refuse_freed, same_storage
 from ..dropin import gradients
+from ..dropin.post_backward import task_of_autograd
 from ..fsdp.desync import checked_collectives
 from ._parameters import Parameters
 from ._sums import Sum
-from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, SYNC_PARAMS, HandleTrainingState, state_of
+from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, IDLE, SYNC_PARAMS, HandleTrainingState, before, state_of
 
 
 class Gradients(Parameters):
     """The part of the handle from backward to the optimizer."""
 
-    _count_reduced = 0  # number of parameters with a gradient after the last reduction
+    @property
+    def _training_state(self) -> HandleTrainingState:
+        """Raises when set: ValueError for no state, RuntimeError if it may not follow the current one."""
+        return self._state
 
-    _state_of = staticmethod(state_of)
+    @_training_state.setter
+    def _training_state(self, value: Any) -> None:
+        state = value if value.__class__ is HandleTrainingState else state_of(value)
+        was = self._state
+        was_in_backward = was is BACKWARD_PRE or was is BACKWARD_POST
+        if state is not IDLE and was not in before(state):
+            is_recomputed = state is FORWARD and was_in_backward and task_of_autograd() != -1
+            if not is_recomputed:
+                self._refuse(state)
+        self._set_state(state)
+        if state is IDLE and was_in_backward:
+            self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        if self._prepared >= 0:
+            self._free_unused_gradient()
+        self._in_backward = False
+        if "_saved_grad" not in vars(self.flat_param):
+            self._show()
 
     def _refuse(self, state: HandleTrainingState) -> None:
-        before = self._state
-        allowed = [other.name for other in HandleTrainingState if self._may_follow(other, state)]
+        was = self._state
+        allowed = ", ".join(other.name for other in before(state))
         raise RuntimeError(
-            f"{state.name} is not possible in {before.name}, only in {', '.join(allowed)}, for {self._names()}"
+            f"{state.name} is not possible in {was.name}, only in {allowed}, for {self._names()}"
             + (
                 ": its last backward was not ended by IDLE. Where an exception ended it, call recover() of "
                 "every handle on every rank, and run all micro-batches of the step again"
-                if before is BACKWARD_PRE or before is BACKWARD_POST
+                if was is BACKWARD_PRE or was is BACKWARD_POST
                 else ": set IDLE first"
             )
         )
@@ -58,36 +83,33 @@ class Gradients(Parameters):
 
     # A micro-batch
 
-    def _refuse_to_prepare(self) -> None:
-        if self._state is not BACKWARD_PRE and self._state is not IDLE:
+    def prepare_gradient_for_backward(self) -> None:
+        """Make zeros in ``param_dtype`` for this backward to accumulate into: ``flat_param.grad``.
+
+        They are ``_full_grad_padded``; the views in the modules have their parts as ``.grad``. No-op in a frozen unit.
+        """
+        flat_param, state = self.flat_param, self._state
+        if state is not BACKWARD_PRE and state is not IDLE:
             raise AssertionError(
-                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._state.name}")
+                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {state.name}")
             )
-        if self.flat_param.requires_grad:
+        if not flat_param.requires_grad:
+            return
+        if not self._is_unsharded:
             raise AssertionError(self._about("expects to be unsharded: call unshard() first"))
-
-    def _set_aside(self) -> None:
-        """Clear ``flat_param.grad`` before a backward. A reduced gradient in it moves to ``_saved_grad_shard``."""
-        flat_param = self.flat_param
-        self._stop_showing()
-        if flat_param.grad is not None and not self._in_backward:
-            count = self._versions()[1]
-            if 0 < count < self._count_reduced:
-                self._zero_cleared_pieces()
-            if count:
-                flat_param._saved_grad_shard = flat_param.grad
-                self._total = None  # _show_sum() must mark zeros while a reduced gradient is put aside
-            _C.set_grad(flat_param, None)
-
-    @torch.no_grad()
-    def _zero_cleared_pieces(self) -> None:
-        """Zero the pieces of the reduced gradient whose ``.grad`` the user has set to None."""
-        flat_param = self.flat_param
-        refuse_freed(flat_param.grad, self._about("the reduced gradient"))
-        for i, (param, piece) in enumerate(zip(flat_param._params, flat_param._shard_param_infos, strict=True)):
-            if param.grad is None and piece.in_shard:
-                flat_param.grad[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard].zero_()
-                flat_param._is_grad_none_mask[i] = True
+        self._check_on_compute_device(flat_param)
+        buffer = flat_param._full_grad_padded
+        if self._prepared < 0:
+            self._stop_showing()
+            if not self._in_backward:
+                _C.set_grad(flat_param, None)
+            allocate(buffer, flat_param._padded_unsharded_size)
+            buffer.zero_()
+            self._prepared, self._in_backward = buffer._version, True
+        if flat_param.grad is None:
+            flat_param.grad = buffer
+        if state is BACKWARD_PRE:
+            self._core.set_grads_of_views(buffer)
 
     def _take_runtime_grads(self) -> list[Tensor]:
         """Return the tensors with this backward's gradients, and clear ``flat_param.grad``.
@@ -110,7 +132,12 @@ class Gradients(Parameters):
         self._prepared = -1
         return grads
 
-    def _accumulate_by_ops(self) -> None:
+    def accumulate_grad(self) -> None:
+        """Add this backward's gradient to the sum of the micro-batches, in ``full_prec_dtype``.
+
+        No-op in a frozen unit. Raises: RuntimeError in another state than BACKWARD_POST, without
+        prepare_gradient_for_backward() before, and for gradients that have a history.
+        """
         if self._state is not BACKWARD_POST:
             raise RuntimeError(
                 f"accumulate_grad() is not possible in {self._state.name}, only in BACKWARD_POST, for {self._names()}"
@@ -125,23 +152,24 @@ class Gradients(Parameters):
             )
         self._add(grads)
 
-    def _give_up_gradient(self) -> None:
-        if self.flat_param._full_grad_padded._version != self._prepared:
-            raise RuntimeError(
-                f"the gradient of {self._names()} would be lost: call accumulate_grad() before "
-                "free_runtime_unshard_grad()"
-            )
-        self._take_runtime_grads()
+    def free_runtime_unshard_grad(self) -> None:
+        """Free this backward's gradient, which has been accumulated. Raises: RuntimeError if it has not."""
+        if not self._is_bound:
+            return
+        buffer = self.flat_param._full_grad_padded
+        if self._prepared >= 0:
+            if buffer._version != self._prepared:
+                raise RuntimeError(
+                    f"the gradient of {self._names()} would be lost: call accumulate_grad() before "
+                    "free_runtime_unshard_grad()"
+                )
+            self._take_runtime_grads()
+        self._free(buffer)
 
     def _free_unused_gradient(self) -> None:
         """Free the buffer that was prepared, if no gradient came."""
         if self.flat_param._full_grad_padded._version == self._prepared:
             self.free_runtime_unshard_grad()
-
-    def _show(self) -> None:
-        """Let ``.grad`` show the sum of the micro-batches, or else the reduced gradient."""
-        self._show_sum()
-        self._show_reduced()
 
     # The reduction
 
@@ -184,7 +212,7 @@ class Gradients(Parameters):
         flat_param._saved_grad = shard_grad
         if self._rs_handle is None:
             self._add_reduced_before()
-        self._sum = Sum.NONE
+        self._forget_sum()
         self._grad_synced = True
 
     @torch.no_grad()
@@ -201,20 +229,12 @@ class Gradients(Parameters):
         self._grad_synced = False
         if reduced is None:
             return
-        self._set_aside()
+        self._stop_showing()
         if self._sum == Sum.NONE:
             self.free_full_prec_grad()
-        reduced = reduced.to(self.full_prec_dtype)
-        earlier = vars(flat_param).pop("_saved_grad_shard", None)
-        if earlier is not None:
-            refuse_freed(earlier, self._about("the gradient that was reduced before"))
-            reduced += earlier
         if self._is_unsharded:
             self._use_sharded_flat_param()
-        flat_param.grad = reduced
-        gradients.note_grads_came(self._flat)
-        self._use_sharded_grad_views()
-        self._count_reduced = self._versions()[1]
+        self._core.add_reduced(reduced.to(self.full_prec_dtype))
 
     prepare_gradient_for_optim = prepare_gradient_for_zero1
 
@@ -228,10 +248,9 @@ class Gradients(Parameters):
         requires_grad = summary[1] if summary else any(param.requires_grad for param in flat_param._params)
         if flat_param.requires_grad != requires_grad:
             flat_param.requires_grad = requires_grad
-        if self._is_shown:
-            self._notice_cleared_grads()
-        elif self._state is IDLE:
-            self._drop_cleared_grad()
+        if self._state is IDLE:
+            self._stop_showing()
+            self._show()
 
     # Whole gradients, outside of a step
 
@@ -252,6 +271,7 @@ class Gradients(Parameters):
         group = self.zero1_process_group
         checked_collectives.wait(checked_collectives.issue(dist.all_reduce, count, group=group), group, self.device)
         flat_param._saved_grad_shard = shard
+        flat_param._is_grad_none_mask[:] = [param.grad is None for param in flat_param._params]
         if not count.item():
             gradients.clear_grads(self._flat)
             return
@@ -286,12 +306,13 @@ class Gradients(Parameters):
         if hasattr(flat_param, "_full_param_padded"):
             self.wait_reduce_scatter()
             vars(flat_param).pop("_saved_grad", None)
-            self._reduced_before = self._versions_shown = None
-            self._stop_showing()
+            self._reduced_before = None
+            with contextlib.suppress(ValueError):  # a change of what is dropped
+                self._stop_showing()
             if self._in_backward:
                 self._take_runtime_grads()
             self._free(flat_param._full_grad_padded)
-            self._sum = Sum.NONE
+            self._forget_sum()
             self.free_full_prec_grad()
             self._is_from_masters = self._in_backward = False
             self._use_sharded_flat_param()
@@ -300,4 +321,4 @@ class Gradients(Parameters):
             self._forget_what_was_gathered()
         self._grad_synced = self._prefetched = self._ran_pre_backward_hook = self.enter_backward = False
         self._set_state(IDLE)
-        self._show_reduced()
+        self._show()

@@ -6,25 +6,75 @@
 | ``_zero3_shard`` | ``[N / ranks of zero3]`` | ``param_dtype`` | from a gather of masters until these change |
 | ``_full_param_padded`` | ``[N]`` | ``param_dtype`` | while unsharded |
 | ``_full_prec_full_param_padded`` | ``[N]`` | ``full_prec_dtype`` | in SUMMON_FULL_PARAMS |
+
+The runtime's unit ``_core`` gathers and frees, and gives the modules views. This file builds it.
 """
 
+import functools
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
+from ..common.collectives import gathering, is_sliced, name_in_cpp
 from ..common.tensors import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
+from ..dropin.views import primaries
 from ..fsdp.desync import checked_collectives
+from ..fsdp.desync.torch_collectives import WATCHED
+from ..fsdp.desync.trace import TRANSPORT
+from ..fsdp.sharding.flat_param import FlatParamSpec, describe_group
+from ..fsdp.sharding.pytrees import find_tensors
 from ._freshness import Freshness
 from .metadata import with_places
-from .states import BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
+from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
+
+
+class Collectives:
+    """The gathers that go through Python: where a user has replaced torch's function, or torch compares ranks."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.interrupted = device, None
+
+    def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather, and wait. After an interrupted wait the next call waits for the same collective again."""
+        work, self.interrupted = self.interrupted, None
+        work = checked_collectives.issue(gathering(), output, shard, group=group) if work is None else work
+        try:
+            checked_collectives.wait(work, group, self.device)
+        except BaseException:
+            self.interrupted = None if work is None or work.is_completed() else work
+            raise
+
+
+class Waits:
+    """Looks after the other ranks of a group while the unit waits for a gather over it."""
+
+    looks = False  # since the gather began
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def look(self) -> None:
+        """Raises: OrderError if a rank has ended."""
+        if not self.looks:
+            self.looks, self._look = True, checked_collectives.look_of(self.group)
+        self._look()
+
+    def explain(self, message: str) -> None:
+        """Raises: OrderError if the gather has failed with ``message`` because a rank has ended."""
+        if TRANSPORT.search(message):
+            checked_collectives.look_of(self.group)(has_failed=True)
 
 
 class Parameters(Freshness):
     """The part of the handle that shards, unshards and reshards."""
 
-    _ag_group: Any = None
+    _collectives: Collectives
 
     @torch.no_grad()
     def shard(self) -> None:
@@ -34,7 +84,7 @@ class Parameters(Freshness):
             raise AssertionError(self._about("the flat parameter is not the sole occupant of its storage"))
         shard, padding = FlatParam._get_shard(flat_param, self.zero1_group_rank, self.zero1_world_size)
         unsharded = flat_param.data
-        flat_param._zero1_shard = shard.to(self.full_prec_dtype)
+        flat_param._zero1_shard = nn.Parameter(shard.to(self.full_prec_dtype), requires_grad=False)
         flat_param._zero3_shard = None
         flat_param.data = flat_param._zero1_shard
         self._free(unsharded)
@@ -44,6 +94,59 @@ class Parameters(Freshness):
             flat_param._shard_param_infos, self._flat._get_flat_param_offsets(), flat_param._is_padding_mask
         )
         self._flat._use_sharded_views()
+        core = _C.Unit(
+            self._names(),
+            (self._spec(),),
+            True,
+            functools.partial(_write_back_replaced, weakref.ref(self)),
+            self._flat._freed_message,
+        )
+        self._collectives = Collectives(self.device)
+        root = _C.Root(0, False, self._collectives, WATCHED, find_tensors)
+        groups = self.zero1_process_group, self.zero3_process_group
+        compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        root.always_python = int(compares or None in map(name_in_cpp, groups))
+        core.join(root)
+        sliced = is_sliced(groups[0], self.device)
+        flat_param._full_param_padded = core.drive(flat_param, Waits(groups[0]), Waits(groups[1]), sliced)
+        self._core = core
+
+    def _spec(self) -> FlatParamSpec:
+        """Return the description of the flat parameter for the runtime's unit."""
+        flat_param, ranks = self.flat_param, self.zero1_world_size
+        places = zip(
+            flat_param._param_infos,
+            flat_param._shapes,
+            flat_param._strides,
+            flat_param._contiguities,
+            flat_param._shard_param_infos,
+            strict=True,
+        )
+        further = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
+        return FlatParamSpec(
+            entries=tuple(
+                (module, name, shape, None if contiguous else stride, piece.flat_param_start_idx)
+                for (name, module, _), shape, stride, contiguous, piece in places
+            ),
+            shared=tuple((info.module, info.param_name, i) for info, i in further),
+            shard=flat_param._zero1_shard,
+            params=tuple(flat_param._params),
+            pieces=tuple(
+                (piece.offset_in_shard, piece.numel_in_shard, False) if piece.in_shard else (0, -1, False)
+                for piece in flat_param._shard_param_infos
+            ),
+            numel=flat_param._unpadded_unsharded_size.numel(),
+            shard_numel=flat_param._zero1_shard.numel(),
+            rank=self.zero1_group_rank,
+            shards=ranks,
+            shard_group=describe_group(self.zero1_process_group) if ranks > 1 else None,
+            compute_dtype=self._fwd_bwd_param_dtype,
+            stays_full=self._stays_unsharded,
+            param_rank=self.zero3_group_rank if self._has_zero3_copy else 0,
+            param_shards=self.zero3_group_size if self._has_zero3_copy else 1,
+            param_group=describe_group(self.zero3_process_group) if self._has_zero3_copy else None,
+            full_precision=True,
+        )
 
     @staticmethod
     def _get_shard_from_padded_unshard_tensor(tensor: Tensor, rank: int, world_size: int) -> Tensor:
@@ -64,17 +167,16 @@ class Parameters(Freshness):
         low, full = self._fwd_bwd_param_dtype, self.full_prec_dtype
         flat_param._padded_unsharded_size = size
         for name, dtype in (
-            ("_full_param_padded", low),
             ("_full_grad_padded", low),
             ("_full_prec_grad_padded", full),
-            *([("_full_prec_full_param_padded", full)] if low != full else []),
+            ("_full_prec_full_param_padded", full),
         ):
             tensor = torch.empty(size, device=self.device, dtype=dtype)
             self._free(tensor)
             setattr(flat_param, name, tensor)
         if self._offload_grads:
             flat_param._cpu_grad = pinned(torch.zeros(size, dtype=full, device="cpu"))
-        self._bind_buffers()
+        self._is_bound = True
 
     # The unsharded tensors
 
@@ -85,9 +187,6 @@ class Parameters(Freshness):
             self._free_unsharded_flat_tensor(param)
         return tensor
 
-    def _allocate_by_ops(self, tensor: Tensor) -> None:
-        allocate(tensor, self.flat_param._padded_unsharded_size)
-
     def _alloc_padded_unsharded_flat_tensor(self, param: bool = True) -> Tensor:
         tensor = self._get_padded_unsharded_flat_tensor(param, free=False)
         self._flat._check_storage_freed(tensor)
@@ -97,120 +196,178 @@ class Parameters(Freshness):
     def _free_unsharded_flat_tensor(self, param: bool = True) -> None:
         if param:
             self._gathered = self._confirmed = False
-        self._free(self._get_padded_unsharded_flat_tensor(param, free=False))
-
-    def _get_padded_to_gather_into(self) -> Tensor:
-        """Return the tensor to gather into: in SUMMON_FULL_PARAMS the full-precision one, if there is one.
-
-        The low-precision one is freed then: the user may change the parameters, and it would be outdated.
-        """
-        flat_param = self.flat_param
-        padded: Tensor = flat_param._full_param_padded
-        if self._state is SUMMON_FULL_PARAMS and hasattr(flat_param, "_full_prec_full_param_padded"):
-            self._free(padded)
-            padded = flat_param._full_prec_full_param_padded
-        return padded
+            self._core.release()
+        else:
+            self._free(self.flat_param._full_grad_padded)
 
     # Unsharding
 
-    def _write_back_by_ops(self) -> bool:
-        flat_param = self.flat_param
-        if self._flat._skip_writeback_check or not self._flat.is_sharded(flat_param):
-            return False
-        if self._is_shown:
-            self._notice_cleared_grads()
-        elif flat_param.grad is not None and not self._in_backward:
-            self._drop_cleared_grad()
-        return self._flat._writeback_orig_params()
+    def needs_unshard(self) -> bool:
+        """Whether unshard() has anything to do: to gather, to ask if what was kept is fresh, or to switch to it."""
+        return (
+            not self._is_unsharded
+            or self._was_given_up
+            or self._state is SUMMON_FULL_PARAMS
+            or not self._gathered
+            or not (self._confirmed or self._state is BACKWARD_PRE or self._state is BACKWARD_POST)
+        )
 
-    def _refuse_unshard(self) -> None:
-        raise AssertionError(self._about("call pre_unshard() before unshard()"))
+    def _write_back(self) -> bool:
+        """Copy into the master what users have put in place of parameters. Returns whether there was any."""
+        return not self._is_unsharded and self._core is not None and bool(self._core.sync_user_writes())
 
-    def _gather_masters(self, padded: Tensor) -> None:
-        """Gather the masters into ``padded``: in full precision in SUMMON_FULL_PARAMS, else in ``param_dtype``."""
-        shard = self.flat_param._zero1_shard
-        if self._state is SUMMON_FULL_PARAMS:
-            self._gathered = self._is_from_masters = False
-            self._gather(padded, shard, from_masters=True)
-            return
-        if self._seen_values != -1 and self._is_changed_here:  # autograd then refuses graphs of the old weights
-            torch.autograd.graph.increment_version(self.flat_param)
-        self._gather(padded, shard.to(self._fwd_bwd_param_dtype), from_masters=True)
-        self._note_fresh()
-        self._is_from_masters = True
+    def pre_unshard(self) -> bool:
+        """Write back what was put in place of parameters. Returns whether that, or a gather, is to be done."""
+        if not self._is_bound:
+            self.init_flat_param_attributes()
+        wrote = self._write_back()
+        self._check_on_compute_device(self.flat_param)
+        return wrote or not self._gathered
 
-    def _gather(self, padded: Tensor, shard: Tensor, from_masters: bool = False) -> None:
-        if from_masters:
-            group, ranks, native = self.zero1_process_group, self.zero1_world_size, self._zero1_gather
-        else:
-            group, ranks, native = self.zero3_process_group, self.zero3_group_size, self._zero3_gather
-        expected = shard.numel() * ranks
-        if padded.numel() != expected:
-            raise AssertionError(self._about(f"expects {expected} elements to gather into, got {padded.numel()}"))
-        self.wait_unshard()
-        if ranks == 1:
-            with torch.no_grad():
-                padded.copy_(shard)
-            return
-        self._gather_source, self._ag_group = shard, group
-        self._ag_handle = checked_collectives.begin_gather(native, padded, shard, group)
+    def unshard(self) -> None:
+        """Gather what is not gathered yet, or is no longer fresh, and switch to it.
 
-    def _wait_for_gather(self, error: Exception | None) -> None:
-        """Wait for the gather, or raise. ``error``: an exception that a wait in C has raised already.
-
-        Raises: RuntimeError if the gather failed: the unit is then not gathered. After another exception the gather
-        may go on, and its memory is kept.
+        From the masters over the zero1 group where they have changed, else from the zero3 shards over theirs; in
+        SUMMON_FULL_PARAMS from the masters, in full precision. The data are there after post_unshard().
         """
+        if not self._is_bound:
+            raise AssertionError(self._about("call pre_unshard() before unshard()"))
+        if self._state is SUMMON_FULL_PARAMS:
+            self._summon()
+        else:
+            self._use_unsharded_flat_param(self._all_gather_flat_param(self.flat_param._full_param_padded))
+
+    def _all_gather_flat_param(self, padded: Tensor) -> Tensor:
+        """Fill ``padded``, the unsharded tensor, unless it has fresh values."""
+        state = self._state
+        if self._gathered and (self._confirmed or state is BACKWARD_PRE or state is BACKWARD_POST):
+            return padded
+        refresh = self._must_refresh()
+        if refresh or not self._gathered:
+            renewed = self._core.gather(refresh)
+            self._is_gathering = True
+            if renewed is not None:
+                self.flat_param._full_param_padded = padded = renewed
+            if refresh:
+                self._note_fresh()
+                self._is_from_masters = True
+        self._gathered = self._confirmed = True
+        return padded
+
+    def wait_unshard(self) -> None:
+        """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
+        if not self._is_gathering:
+            return
         self._was_given_up = True
-        group = self.zero3_process_group if self._ag_handle is self._zero3_gather else self._ag_group
         try:
-            checked_collectives.wait(self._ag_handle, group, self.device, error=error)
-        except RuntimeError:
-            if self._ag_handle.is_completed():  # it has failed
-                self._ag_handle = self._gather_source = None
-                self._gathered = self._confirmed = self._is_from_masters = False
+            self._core.wait()
+        except BaseException:
+            if not self._core.is_gathered:  # it has failed
+                self._is_gathering = self._gathered = self._confirmed = self._is_from_masters = False
                 self._forget_what_was_gathered()
             raise
-        self._was_given_up = False
-        self._ag_handle = self._gather_source = None
+        self._is_gathering = self._was_given_up = False
 
-    def _use_unsharded_by_ops(self, padded: Tensor) -> None:
-        flat_param, state = self.flat_param, self._state
-        again = state is BACKWARD_PRE and flat_param._tensors[0] is not None
-        flat_param.data = padded[: flat_param._unpadded_unsharded_size.numel()]
-        if state is BACKWARD_PRE and not again:
-            with torch.enable_grad():
-                flat_param._tensors[:] = self._flat._get_unflat_views()
-        self._flat._use_unsharded_views(as_params=state is not FORWARD and state is not BACKWARD_PRE)
+    post_unshard = wait_unshard
+
+    def _use_unsharded_flat_param(self, padded: Tensor) -> None:
+        """Let ``flat_param`` be unsharded; in forward and backward the modules have views, else whole parameters."""
+        self._is_unsharded = True
+        if self._state is FORWARD or self._state is BACKWARD_PRE:
+            self._core.show_views(self.flat_param._tensors, self._state is FORWARD)
+        else:
+            self._is_whole = True
+            self._core.show_whole(padded)
+
+    _use_unpadded_unsharded_flat_param = _use_unsharded_flat_param
+
+    @torch.no_grad()
+    def _summon(self) -> None:
+        """Gather the masters in full precision, and let the parameters be whole.
+
+        The low-precision ones are freed: the user may change the parameters, and they would be outdated.
+        """
+        flat_param, group = self.flat_param, self.zero1_process_group
+        whole = flat_param._full_prec_full_param_padded
+        self.wait_unshard()
+        if not self._stays_unsharded:
+            self._free_unsharded_flat_tensor()
+        allocate(whole, flat_param._padded_unsharded_size)
+        if self.zero1_world_size == 1:
+            whole.copy_(flat_param._zero1_shard)
+        else:
+            self._collectives.all_gather(whole, flat_param._zero1_shard.detach(), group)
+        self._use_unsharded_flat_param(whole)
 
     # Resharding
 
-    def _free_summoned(self) -> None:
-        self._free(self._get_padded_to_gather_into())
-        if self._stays_unsharded:
-            self.flat_param._zero3_shard = None  # it may be freed or written to
+    def _use_sharded_flat_param(self) -> None:
+        """Let ``flat_param`` be the master, and the parameters its pieces."""
+        tensors, was_whole, self._is_unsharded, self._is_whole = self.flat_param._tensors, self._is_whole, False, False
+        self._core.show_shard(was_whole)
+        if self._state is BACKWARD_POST and tensors[0] is not None:
+            _C.clear_grads(tensors)
+            tensors[:] = [None] * len(tensors)
 
-    @torch.no_grad()
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Switch to the master; take the zero3 shard if the masters were gathered; free the unsharded one if asked.
+
+        What a forward has written to weights goes into the master. With a zero3 group of one rank the unsharded
+        parameter is the zero3 shard, and is not freed.
+        """
+        self.wait_unshard()
+        if self._is_unsharded and self._state is FORWARD:
+            self._core.take_written()
+        if self._is_from_masters:
+            self._take_zero3_shard()
+        self._confirmed, self._agreed = False, None
+        if self._is_unsharded or self._state is not BACKWARD_POST or self.flat_param._tensors[0] is not None:
+            self._use_sharded_flat_param()
+        if self._state is SUMMON_FULL_PARAMS:
+            self._free(self.flat_param._full_prec_full_param_padded)
+        elif free_unsharded_flat_param and self._gathered and not self._stays_unsharded:
+            self._core.release()
+            self._gathered = False
+
     def _take_zero3_shard(self) -> None:
-        flat_param = self.flat_param
-        self._is_from_masters = False
-        if self._has_zero3_copy:
-            with torch.inference_mode(False):  # it outlives a forward in inference mode
-                flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
-                    flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
-                )
-        elif self._stays_unsharded:
-            flat_param._zero3_shard = flat_param._full_param_padded.detach()
-        self._param_synced = True
-
-    def post_reshard(self) -> None:
-        """Do nothing. The method exists for symmetry with ``post_unshard()``."""
-
-    def _use_sharded_by_ops(self) -> None:
-        self.flat_param.data = self.flat_param._zero1_shard
-        self._flat._use_sharded_views()
+        """After a gather from the masters: keep this rank's part of it as the zero3 shard."""
+        self._is_from_masters, self._param_synced = False, True
+        if self._stays_unsharded:
+            self.flat_param._zero3_shard = self.flat_param._full_param_padded
+        elif self._has_zero3_copy:
+            self.flat_param._zero3_shard = self._core.cut_secondary_shard()
 
     def _forget_what_was_gathered(self) -> None:
         """Drop the zero3 shard, as the masters are about to change: the next unshard gathers from them."""
         self._param_synced = False
         self.flat_param._zero3_shard = None
+        if self._has_zero3_copy and self._core is not None:
+            self._core.forget_gathered()
+
+    def post_reshard(self) -> None:
+        """Do nothing. The method exists for symmetry with ``post_unshard()``."""
+
+    def _use_sharded_views(self) -> None:
+        """Let the modules have the original parameters, which are pieces of the master."""
+        self._use_sharded_flat_param()
+
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        """Let the modules have views of the unsharded flat parameter, or with ``as_params`` whole parameters."""
+        if as_params:
+            self._flat._use_unsharded_views(as_params)
+        else:
+            self._use_unsharded_flat_param(self.flat_param._full_param_padded)
+
+
+def _write_back_replaced(reference: "weakref.ref[Parameters]") -> None:
+    """The unit has found parameters that users have replaced, or given other data: copy these into the master."""
+    handle: Any = reference()
+    flat, core = handle._flat, handle._core
+    if flat._skip_writeback_check:
+        return
+    before = list(handle.flat_param._params)
+    flat._writeback_orig_params()
+    for i, (param, now) in enumerate(zip(before, handle.flat_param._params, strict=True)):
+        if now is not param:
+            core.adopt(0, i, now)
+    core.alias_params()

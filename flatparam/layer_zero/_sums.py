@@ -1,7 +1,7 @@
 """The sum of a unit's micro-batches, in full precision, on the device or offloaded to the host.
 
-Between micro-batches ``.grad`` shows the sum, whole and unreduced: if the user clears or zeroes gradients, the sum is
-cleared. An optimizer that would step it is refused.
+Between micro-batches ``.grad`` shows the sum, whole and unreduced: what users do to it there counts as
+`csrc/tensor/fp_gradients.h` says. An optimizer that would step it is refused.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from .. import _C
 from ..common import optimizers
 from ..common.tensors import allocate, is_allocated, refuse_freed
-from ..dropin import gradients, writeback
+from ..dropin import gradients
 from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
@@ -43,9 +43,9 @@ class Sums(Base):
     Each operation on them waits, on its stream, for the previous one (``_in_order``): the driver may use any streams.
     """
 
+    _sum = Sum.NONE
     _last_use: Any = None  # an event on an accelerator
     _is_watched = False  # optimizers are checked before they step
-    _versions_shown: list[int | None] | None = None  # of each gradient as shown, if reduced ones are put aside
     _rs_handle: Any = None
     _reduced_before: Tensor | None = None  # an earlier result of this backward, while the next reduction runs
 
@@ -82,9 +82,9 @@ class Sums(Base):
         """Free the sum's memory on the device. Unless it was offloaded, the sum is lost."""
         if self._sum != Sum.ON_HOST:
             was_shown = self._stop_showing()
-            self._sum = Sum.NONE
+            self._forget_sum()
             if was_shown:
-                self._show_reduced()
+                self._show()
         total = self.flat_param._full_prec_grad_padded
         if is_allocated(total):
             with self._in_order():
@@ -122,17 +122,24 @@ class Sums(Base):
                 f"{self._names()} has no gradient on the device to offload ({Sum(self._sum).name}): call it after "
                 "accumulate_grad() of a micro-batch"
             )
-        shown = self._stop_showing()
+        was_shown = self._stop_showing()
+        if self._sum != Sum.ON_DEVICE:  # the user has cleared it
+            return
         for tensor in (self.flat_param._cpu_grad, self.flat_param._full_prec_grad_padded):
             refuse_freed(tensor, self._about("the sum of the micro-batches"))
         with self._in_order():
             self.flat_param._cpu_grad.copy_(self.flat_param._full_prec_grad_padded, non_blocking=True)
         self._sum = Sum.ON_HOST
-        if shown:
-            self._show_sum()
+        if was_shown:
+            self._show()
 
-    def _reload(self) -> None:
+    def reload_full_prec_grad(self) -> None:
+        """Copy the sum back to the device, on the current stream, if it was offloaded."""
+        if self._sum is not Sum.ON_HOST:
+            return
         self._stop_showing()
+        if self._sum is not Sum.ON_HOST:  # the user has cleared it
+            return
         refuse_freed(self.flat_param._cpu_grad, self._about("the sum of the micro-batches on the host"))
         self._allocate_sum()
         with self._in_order():
@@ -141,41 +148,46 @@ class Sums(Base):
 
     # Showing it
 
-    def _show_sum(self) -> None:
-        """Let ``.grad`` show the sum, if there is one, the unit is IDLE and sharded."""
-        if self._is_shown or self._state is not IDLE or self._is_unsharded:
+    def _show(self) -> None:
+        """If the unit is IDLE and sharded, let ``.grad`` show the sum; without one the reduced gradient."""
+        if self._is_shown or self._is_unsharded or self._state is not IDLE or self._core is None:
             return
-        if self._sum != Sum.ON_DEVICE and self._sum != Sum.ON_HOST:
+        if self._sum is not Sum.ON_DEVICE and self._sum is not Sum.ON_HOST:
+            self._core.show_sum(None)
             return
+        if self._last_use is not None:
+            self._last_use.synchronize()  # the host reads memory that a copy still writes
         flat_param = self.flat_param
-        whole = flat_param._cpu_grad if self._sum == Sum.ON_HOST else flat_param._full_prec_grad_padded
-        total = whole[: flat_param._unpadded_unsharded_size.numel()]
-        has_aside = hasattr(flat_param, "_saved_grad_shard")
-        if has_aside:  # csrc/tensor/fp_gradients.h has the rule
-            if self._last_use is not None:
-                self._last_use.synchronize()  # the host reads memory that a copy still writes
-            _C.mark_zeros(total)
-        gradients.clear_grads(self._flat)
-        _C.set_grad(flat_param, total)
-        gradients.set_unsharded_grads(self._flat, total)
-        self._note_shown()
-        self._versions_shown = writeback.versions_of_grads(self._flat) if has_aside else None
-        if self._is_on_host and self._sum == Sum.ON_DEVICE:
-            self._total = None if has_aside else total  # C can show it again, without marking zeros
+        self._core.show_sum(flat_param._full_prec_grad_padded if self._sum is Sum.ON_DEVICE else flat_param._cpu_grad)
+        self._is_shown = True
         if not self._is_watched:
             self._is_watched = True
             _watched.add(self)
             optimizers.ask_before(_check)
 
-    def _show_reduced(self) -> None:
-        """Let ``.grad`` show the reduced gradient that was put aside, if there is no sum."""
-        flat_param = self.flat_param
-        reduced = getattr(flat_param, "_saved_grad_shard", None)
-        if reduced is None or self._sum != Sum.NONE or flat_param.grad is not None or self._is_unsharded:
-            return
-        del flat_param._saved_grad_shard
-        _C.set_grad(flat_param, reduced)
-        self._use_sharded_grad_views()
+    def _stop_showing(self) -> bool:
+        """Take over what the user did to the sum that ``.grad`` shows; then show the reduced gradient.
+
+        Returns: whether the sum was shown. Raises: ValueError naming a parameter whose change cannot count.
+        """
+        if not self._is_shown:
+            return False
+        self._is_shown = False
+        refused = self._core.read_sum()
+        if refused != -1:  # nothing is left of it
+            self._sum = Sum.NONE
+            self.free_full_prec_grad()
+        if refused >= 0:
+            raise ValueError(
+                f"the gradient of `{self.flat_param._fqns[refused]}` was changed in place between micro-batches. There "
+                "it shows their sum; what was reduced before was put aside, and would not have been changed. Change "
+                "gradients after the reduction, or call recover() of every handle"
+            )
+        return True
+
+    def _forget_sum(self) -> None:
+        self._sum = Sum.NONE
+        self._core.drop_sum()
 
     def _use_sharded_grad_views(self) -> None:
         """Set each original parameter's ``.grad`` to its 1-D piece of the reduced gradient, or to None."""
@@ -184,68 +196,12 @@ class Sums(Base):
 
     @property
     def sharded_grad(self) -> Tensor | None:
-        """The reduced gradient in ``full_prec_dtype``, from whichever attribute holds it; None: there is none."""
+        """The reduced gradient in ``full_prec_dtype``; None: there is none, or ``.grad`` shows the sum."""
         flat_param = self.flat_param
-        for name in ("_saved_grad", "_saved_grad_shard"):
-            if hasattr(flat_param, name):
-                shard: Tensor | None = getattr(flat_param, name)
-                return shard if shard is None else shard.to(self.full_prec_dtype)
+        if hasattr(flat_param, "_saved_grad"):
+            saved: Tensor = flat_param._saved_grad.to(self.full_prec_dtype)
+            return saved
         return None if self._is_shown or self._prepared >= 0 else flat_param.grad
-
-    def _stop_showing_by_ops(self) -> bool:
-        self._notice_cleared_grads()
-        if self._is_shown:
-            gradients.clear_grads(self._flat)
-        _C.set_grad(self.flat_param, None)
-        self._is_shown = False
-        return True
-
-    def _notice_cleared_grads(self) -> None:
-        """Clear or zero in the sum, and in the gradient put aside, what the user has cleared or zeroed in ``.grad``.
-
-        Raises: ValueError naming a parameter, if its gradient was changed in another way while a reduced one is put
-        aside: the change would not reach that one.
-        """
-        if not self._is_shown or self._is_as_shown:
-            return
-        flat_param = self.flat_param
-        if self._versions()[1] == 0:
-            self._is_shown, self._sum = False, Sum.NONE
-            _C.set_grad(flat_param, None)
-            vars(flat_param).pop("_saved_grad_shard", None)
-            self.free_full_prec_grad()
-            return
-        with torch.no_grad():
-            zeroed = self._zeroed_grads()
-            writeback.zero_dropped_grads(self._flat)
-            for i in zeroed:
-                writeback.zero_grad_of_earlier_backwards(self._flat, i)
-        self._note_shown()
-
-    def _zeroed_grads(self) -> list[int]:
-        """Return indices of parameters whose gradients were zeroed in place. Raises: as ``_notice_cleared_grads``."""
-        flat_param, zeroed = self.flat_param, []
-        pairs = zip(writeback.versions_of_grads(self._flat), self._versions_shown or (), strict=False)
-        changed = [i for i, (now, shown) in enumerate(pairs) if now is not None and now != shown]
-        views = list(self._flat._get_unflat_views(flat_param.grad)) if changed else []
-        for i in changed:
-            if not _C.is_zeroed(views[i]):
-                raise ValueError(
-                    f"the gradient of `{flat_param._fqns[i]}` was changed in place between micro-batches. There it "
-                    "shows their sum; what was reduced before was put aside, and would not have been changed. Change "
-                    "gradients after the reduction, or call recover() of every handle"
-                )
-            zeroed.append(i)
-        return zeroed
-
-    def _drop_cleared_grad(self) -> Tensor | None:
-        """Return the reduced gradient. If no original parameter has a gradient, drop it and return None."""
-        flat_param = self.flat_param
-        if self._versions()[1] == 0:
-            _C.set_grad(flat_param, None)
-            vars(flat_param).pop("_saved_grad_shard", None)
-        grad: Tensor | None = flat_param.grad
-        return grad
 
     # Reducing it
 

@@ -16,15 +16,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common import optimizers
-from ..common.collectives import gathering, is_replaced, native_gather
 from ..common.described import Described
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin import flatten
 from ..dropin.base import TORCH_HANDLE
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..dropin.views import is_unsafe
 from ..fsdp.desync.same_unit import check_described
 from ..fsdp.sharding.placement import check_pair
 from ._gradients import Gradients
@@ -90,11 +87,7 @@ class FlatParamHandle(Gradients):
             process_group=zero1_process_group,
             use_orig_params=True,
         )
-        own = gathering()
-        native = None if is_replaced(own) else self._zero3_gather
-        flat, ranks = self._flat, self.zero3_group_size
-        self._bind(flat.flat_param, flat, optimizers, (dist, own.__name__, own), flat._unit, native, ranks)
-        self._unsafe = is_unsafe(flat)
+        self.flat_param = self._flat.flat_param
         self._device_handle, self._aligned_numel = self._flat._device_handle, self._flat._aligned_numel
         self._orig_param_dtype = params[0].dtype
         self._set_state(IDLE)
@@ -154,8 +147,6 @@ class FlatParamHandle(Gradients):
         finally:
             problem = None  # its traceback holds this frame
         self._offload_grads = bool(offload_grads)
-        self._zero1_gather = native_gather(zero1_process_group, self.device)
-        self._zero3_gather = native_gather(zero3_process_group, self.device)
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
         """Return the FQNs of ``params``. Raises: ValueError naming a parameter that cannot be flattened, and why."""
@@ -184,6 +175,12 @@ class FlatParamHandle(Gradients):
                     "initialize it before"
                 )
         flat._validate_tensors_to_flatten(list(params))
+        for param in params:
+            if not _C.is_plain_tensor(param):
+                raise ValueError(
+                    f"{flatten.describe(flat, param)} is no plain tensor but a {type(param).__name__}, and a flat "
+                    "parameter would bypass its operations: make it a plain nn.Parameter"
+                )
         names = [flat._fqn_of[id(param)] for param in params]
         check_memory(names, list(params))
         return names
@@ -287,8 +284,8 @@ _OF_FLAT_PARAM = (
     *("is_sharded", "param_module_names", "shared_param_module_names", "unflatten_as_params"),
     *("_check_on_cpu", "_check_sharded", "_check_storage_allocated", "_check_storage_freed"),
     *("_check_unsharded", "_get_flat_param_offsets", "_get_modules", "_get_shard", "_get_unflat_views_aligned"),
-    *("_get_unflat_views_unaligned", "_get_unpadded_shard", "_use_sharded_views", "_use_unsharded_grad_views"),
-    *("_use_unsharded_views", "_validate_tensors_to_flatten"),
+    *("_get_unflat_views_unaligned", "_get_unpadded_shard", "_use_unsharded_grad_views"),
+    "_validate_tensors_to_flatten",
 )
 
 

@@ -9,8 +9,7 @@ _ENUM = "HandleTrainingState"
 class HandleTrainingState(Enum):
     """torch's states of a handle, and SYNC_PARAMS: gathering changed masters outside of a forward.
 
-    ``csrc/module/fp_handle_steps.c`` uses the values, and has the table of allowed changes. A member equals a member
-    with its name of any enum with this class's name: torch's and the reference's.
+    A member equals a member with its name of any enum with this class's name: torch's and the reference's.
     """
 
     IDLE = auto()
@@ -30,6 +29,21 @@ class HandleTrainingState(Enum):
 
 
 IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS = HandleTrainingState
+
+# The states before each. Activation checkpointing runs forwards, and uses a unit again, within a backward
+_BEFORE: dict[int, tuple[HandleTrainingState, ...]] = {
+    IDLE._value_: tuple(HandleTrainingState),
+    FORWARD._value_: (IDLE, FORWARD),
+    BACKWARD_PRE._value_: (IDLE, BACKWARD_PRE, BACKWARD_POST),
+    BACKWARD_POST._value_: (BACKWARD_PRE, IDLE, BACKWARD_POST),
+    SUMMON_FULL_PARAMS._value_: (IDLE,),
+    SYNC_PARAMS._value_: (IDLE,),
+}
+
+
+def before(state: HandleTrainingState) -> tuple[HandleTrainingState, ...]:
+    """Return the states that ``state`` may follow."""
+    return _BEFORE[state._value_]
 
 
 def state_of(value: Any) -> HandleTrainingState:

@@ -208,6 +208,10 @@ def strided_groups():
     train(model, driver, reference, 2, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
+class Weight(nn.Parameter):
+    """A subclass."""
+
+
 def bad_input():
     zero3, zero1 = pair(2)
     rank = dist.get_rank()
@@ -252,6 +256,8 @@ def bad_input():
     refused(ValueError, r"`b` \(.*\) is complex", wrong)
     wrong.b = nn.Parameter(torch.ones(3, device="meta"))
     refused(ValueError, r"`b` \(.*meta\) has no values: give the module memory", wrong)
+    wrong.b = Weight(torch.ones(3))
+    refused(ValueError, r"`b` \(.*\) is no plain tensor but a Weight, and a flat parameter would bypass its", wrong)
     wrong.b = nn.Parameter(wrong.c.data[:1])
     refused(ValueError, "`b` and `c` overlap|`c` and `b` overlap", wrong)
     handle = one(wrong := Example(), 2)

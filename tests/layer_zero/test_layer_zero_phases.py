@@ -30,6 +30,7 @@ from layer_zero_driver import (
     unshard,
     unsharded_backward,
 )
+from layer_zero_programs import chain
 from layer_zero_ranks import counted
 from torch import nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState as TorchState
@@ -604,12 +605,65 @@ def a_gradient_is_not_thrown_away():
         handle.accumulate_grad()
 
 
+def changed_in_evaluation(module, args):
+    with torch.no_grad():
+        module.weight.mul_(1.5)
+
+
+def given_data(module, args):
+    module.weight.data = module.weight.data * 1.5
+
+
+def given_an_object(module, args):
+    module.weight = nn.Parameter(torch.ones_like(module.weight))
+
+
+def written_in_a_forward(inner):
+    """What a forward writes to a weight is trained on and kept; another object in its place is an error."""
+    for write, records in ((changed_in_evaluation, False), (given_data, False), (given_data, True)):
+        note(f"inner={inner} {write.__name__} records={records}")
+        model, reference = chain(), chain()
+        driver = drive(model, inner, units=list(model))
+        hooks = [m[1][0].register_forward_pre_hook(write) for m in (model, reference)]
+        if records:
+            driver.backward(losses(model, 0, 1))
+            loss_of(reference, data(0)).backward()  # the hook runs once: the gradient is taken again below
+            for hook in hooks:
+                hook.remove()
+            with torch.no_grad():
+                found = [p.clone() for p in reference.parameters()]
+            reference.zero_grad()
+            unsharded_backward(reference, 0, 1)
+            assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
+        else:
+            with torch.no_grad():
+                assert_equal([model(data(0))], [reference(data(0))])
+            for hook in hooks:
+                hook.remove()
+            found = list(reference.parameters())
+        assert_equal(full_params(driver.handles, model), found)
+        with torch.no_grad():
+            assert_equal([model(data(1))], [reference(data(1))])
+    model, reference = chain(), chain()
+    driver = drive(model, inner, units=list(model))
+    hook = model[1][0].register_forward_pre_hook(given_an_object)
+    with pytest.raises(RuntimeError, match="parameter `weight` of a Linear was replaced by another object in"):
+        model(data(0))
+    hook.remove()
+    for handle in driver.handles:
+        handle.recover()
+    assert_equal(full_params(driver.handles, model), list(reference.parameters()))
+
+
 CASES = [
     (4, states),
     (4, buffers_by_phase),
     (4, freshness),
     (4, syncing),
     (4, in_flight_together),
+    (4, written_in_a_forward, 2),
+    (2, written_in_a_forward, 2),
+    (2, written_in_a_forward, 1),
     (4, clearing, False, True),
     (4, clearing, True, False),
     pytest.param((4, clearing, False, False), marks=pytest.mark.thorough),

@@ -247,11 +247,6 @@ def a_flat():
     return torch.arange(10.0)
 
 
-def steps_arguments():
-    flat = nn.Parameter(a_flat())
-    return [flat, nn.Linear(2, 2), random, (random, "random", random.random), None, None, 2]
-
-
 # a valid call of each; a callable that is not here gets wild arguments only
 VALID = {
     "ModuleParams": unit_arguments,
@@ -278,14 +273,12 @@ VALID = {
     "ModuleParams.scan": lambda: [params(), a_flat(), a_flat(), infos()],
     "ModuleParams.set_grads": lambda: [a_flat()],
     "ModuleParams.set_grad_pieces": lambda: [params(), torch.ones(6), [False, False], False, infos()],
-    "HandleSteps": list,
-    "HandleSteps._bind": steps_arguments,
     "is_plain": lambda: [torch.ones(2), torch.ones(2)],
     "same_storage": lambda: [torch.ones(2), torch.ones(2)],
     "storage_numel": lambda: [torch.ones(2)],
     "allocate": lambda: [torch.empty(0), 0],
     "free": lambda: [torch.ones(8), "freed on purpose"],
-    "versions": lambda: [params(), torch.ones(2)],
+    "versions": lambda: [params()],
     "lend": lambda: [torch.ones(2)],
     "lending_exchange": lambda: [torch._C._dlpack_exchange_api()],
     "clear_grads": lambda: [params()],

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ... import _C
 from ...common.collectives import (
-    gathering,
-    is_replaced,
     is_sliced,
     name_of,
     tells_when_done,
@@ -225,18 +223,6 @@ def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -
             _checked.setdefault(group, {})[device.type] = trace
 
 
-def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin to all-gather ``shard`` ``[n]`` into ``output`` ``[ranks * n]``. Returns its work, for ``wait``.
-
-    ``native``: from ``native_gather(group)``. Without it, or where a user has replaced the function: torch's, by
-    ``issue``.
-    """
-    if native is None or is_replaced(gathering()):
-        return issue(gathering(), output, shard.detach(), group=group)
-    native.begin(output, shard)
-    return native
-
-
 def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     """Wait in the store until all ranks of ``group`` are here. Returns the text ``mine`` of each, in rank order.
 
@@ -254,7 +240,9 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     return said
 
 
-def _look_of(group: dist.ProcessGroup, by_device: bool, traces: Iterable[GroupTrace]) -> Callable[..., None]:
+def look_of(
+    group: dist.ProcessGroup, by_device: bool = False, traces: Iterable[GroupTrace] = ()
+) -> Callable[..., None]:
     """Return the function with which a wait looks after the other ranks of ``group`` from now on.
 
     It raises OrderError if one of them cannot come. With ``has_failed`` it asks why the collective has failed.
@@ -282,14 +270,13 @@ def wait(
     group: dist.ProcessGroup,
     device: torch.device,
     is_reduce_scatter: bool = False,
-    error: Exception | None = None,
     is_read: bool = False,
     traces: Iterable[GroupTrace] = (),
 ) -> None:
-    """Wait for a collective of ``issue`` or ``begin_gather``. Ctrl-C ends the wait and leaves the collective running.
+    """Wait for a collective of ``issue``. Ctrl-C ends the wait and leaves the collective running.
 
-    Args: ``error``: an earlier wait for ``work`` has raised it; ``is_read``: the host reads the result, so wait until
-    the device has it; ``traces``: the traces that have recorded the collective.
+    Args: ``is_read``: the host reads the result, so wait until the device has it; ``traces``: the traces that have
+    recorded the collective.
     Raises: OrderError if another rank cannot come to it. On NCCL the communicator is then aborted.
     """
     if work is None:
@@ -298,14 +285,8 @@ def wait(
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
-    look = _look_of(group, by_device, traces)
+    look = look_of(group, by_device, traces)
     try:
-        if error is not None:
-            raise error
-        if isinstance(work, _C.Gather):
-            while not work.wait():
-                look()
-            return
         if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
         elif by_device:

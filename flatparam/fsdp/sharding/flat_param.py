@@ -45,22 +45,23 @@ class FlatParamSpec:
     rank: int
     shards: int
     shard_group: Group | None
-    replicate_group: Group | None
-    predivide: float  # gradients are divided by it before the reduction
-    postdivide: float  # and by this afterwards
     compute_dtype: torch.dtype | None  # None: the shard's dtype
-    reduce_dtype: torch.dtype | None  # None: compute_dtype
-    keep_reduce_dtype: bool
     stays_full: bool
     param_rank: int
     param_shards: int
     param_group: Group | None  # the group of the secondary shard, if there is one
-    outer_group: Group | None
-    offloads: bool  # gradients go to the host
     full_precision: bool
-    device: torch.device | None  # the device to compute on if the shard is on the host, else None
-    extension: Extended | None  # makes other tensors for modules from views; None: modules see the views
-    dress: Callable[[tuple[Tensor, ...]], None] | None  # makes new views objects of their parameters' classes
+    reduce_dtype: torch.dtype | None = None  # None: compute_dtype
+    keep_reduce_dtype: bool = False
+    replicate_group: Group | None = None
+    outer_group: Group | None = None
+    predivide: float = 1.0  # gradients are divided by it before the reduction
+    postdivide: float = 1.0  # and by this afterwards
+    offloads: bool = False  # gradients go to the host
+    device: torch.device | None = None  # the device to compute on if the shard is on the host, else None
+    extension: Extended | None = None  # makes other tensors for modules from views; None: modules see the views
+    # makes new views objects of their parameters' classes
+    dress: Callable[[tuple[Tensor, ...]], None] | None = None
 
 
 class ShardSlice(NamedTuple):

@@ -251,6 +251,64 @@ def test_a_step_by_hand():
     assert not [step for step in gc.get_objects() if type(step) is _C.Unit and step.root is run]
 
 
+class Watcher:
+    """Is told of gathers."""
+
+
+def test_a_unit_without_hooks_does_each_step_when_it_is_called():
+    module = module_with()
+    originals = (module.weight, module.bias)
+    whole = torch.cat([param.detach().flatten() for param in originals])
+    part = part_of(module, params=originals, pieces=((0, 6, False), (6, 2, False)), compute_dtype=torch.float64)
+    with torch.no_grad():
+        part.shard.copy_(whole)
+    step, leaf, views = step_of(part), nn.Parameter(whole.double()), [None, None]
+    step.alias_params()
+    for call in (lambda: step.gather(True), step.wait, step.versions, lambda: step.show_views(views, True)):
+        with pytest.raises(RuntimeError, match=r"unit: expected drive\(\) to be called before"):
+            call()
+    with pytest.raises(RuntimeError, match="and a root"):
+        step.drive(leaf, Watcher(), Watcher(), False)
+    step.join(run_of())
+    unsharded = step.drive(leaf, Watcher(), Watcher(), False)
+    with pytest.raises(RuntimeError, match="expected one flat parameter"):
+        step.drive(leaf, Watcher(), Watcher(), False)
+    for number in range(1, 3):
+        assert unsharded.untyped_storage().nbytes() == 0
+        assert step.gather(True) is None
+        step.wait()
+        assert torch.equal(unsharded, whole.double())
+        step.show_views(views, True)
+        assert module.weight is views[0]
+        loss = module.weight.sum() * 2.0
+        step.show_shard(False)
+        step.release()
+        assert module.weight is originals[0]
+        step.gather(True)
+        step.wait()
+        step.show_views(views, False)
+        loss.backward()
+        assert leaf.grad.tolist() == [2.0 * number] * 6 + [0.0] * 2
+        step.show_shard(False)
+        step.release()
+    step.show_sum(torch.ones(8))
+    assert module.weight.grad.tolist() == [[1.0] * 3] * 2
+    module.bias.grad = None
+    assert step.read_sum() == -1
+    assert step.accumulated()[0].tolist() == [1.0] * 6 + [0.0] * 2
+    assert module.weight.grad is None
+    step.drop_sum()
+    for _ in range(2):
+        step.add_reduced(torch.ones(8))
+    assert leaf.grad.tolist() == [2.0] * 8
+    step.show_sum(torch.ones(8))
+    module.weight.grad.mul_(3.0)
+    assert step.read_sum() == 0  # beside a reduced gradient it cannot count
+    assert step.accumulated() == [None]
+    step.show_sum(None)
+    assert leaf.grad.tolist() == [2.0] * 8
+
+
 LAYER_ZERO = ["LAYER_ZERO", "LAYER_ZERO_NESTED"]
 
 
