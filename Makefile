@@ -72,7 +72,7 @@ asan:
 check-build:
 	@$(call ENVIRONMENT,build demo test) case $$py in /*) ;; *) py=$(CURDIR)/$$py ;; esac && rm -rf $(CHECKED)/flatparam && \
 	"$$py" setup.py --quiet build_py --build-lib $(CHECKED) && \
-	"$$py" setup.py --quiet build_ext --checks --build-lib $(CHECKED) && cd $(CHECKED) && \
+	"$$py" setup.py --quiet build_ext --checks --strict --build-lib $(CHECKED) && cd $(CHECKED) && \
 	"$$py" -m pytest -n auto --maxprocesses 5 --capture=sys -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 		-o "pythonpath=$(CHECKED) tests/support ." $(addprefix $(CURDIR)/tests/,$(CHECKS)) $(ARGS)
 
