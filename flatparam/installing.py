@@ -1,6 +1,7 @@
 """Putting flatparam under programs that know torch's FullyShardedDataParallel only."""
 
 from .dropin import install as handle
+from .dropin.base import installed
 from .fsdp.desync.liveness import watching_worlds
 from .fsdp.wrapper import substitute as wrapper
 
@@ -22,15 +23,15 @@ def install(runtime: bool = False) -> None:
     """
     watching_worlds.begin()
     if runtime:
-        wrapper.install()
+        wrapper.installed.begin()
     else:
         handle.install()
 
 
 def uninstall() -> None:
     """Undo ``install()`` and ``install(runtime=True)``: models wrapped from now on are torch's again."""
-    handle.uninstall()
-    wrapper.uninstall()
+    installed.end()
+    wrapper.installed.end()
     watching_worlds.end()
 
 

@@ -634,9 +634,13 @@ not_steppable(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
-note_registration_hook(PyObject *module, PyObject *ignored)
+count_registration_hooks(PyObject *module, PyObject *object)
 {
-    fp_attributes_own_hooks++;
+    const long more = PyLong_AsLong(object);
+    if (more == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    fp_attributes_own_hooks += more;
     Py_RETURN_NONE;
 }
 
@@ -653,9 +657,9 @@ PyMethodDef fp_unit_methods_of_module[] = {
     {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
      "note_optimizer_step($module, /, *units)\n--\n\nAn optimizer has stepped that holds parameters of these units: "
      "what is gathered of their models may be out of date. Units that stay full hide that."},
-    {"note_registration_hook", note_registration_hook, METH_NOARGS,
-     "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
-     "not see what C puts into modules."},
+    {"count_registration_hooks", count_registration_hooks, METH_O,
+     "count_registration_hooks($module, more, /)\n--\n\nSo many more global hooks on parameter registration are "
+     "flatparam's own. These need not see what C puts into modules."},
     {"not_steppable", not_steppable, METH_NOARGS,
      "not_steppable($module, /)\n--\n\nHow many flat parameters show an accumulated gradient that is to be reduced, "
      "or of "

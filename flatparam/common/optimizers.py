@@ -2,11 +2,9 @@
 
 Ranks that run the same program step the same optimizers, so a decision that depends on steps is the same on all ranks.
 Version counters of tensors would not do: a rank that holds no element of a unit sees no version change.
-The runtime registers ``find_units`` and the drop-in ``find_handles``, so this module knows neither. It also lets them
-refuse a step, through torch's global step hooks.
+The runtime registers ``find_units`` and the drop-in ``find_handles``, so this module knows neither.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
+from .patches import Lifetime, flat_params_live
 from .torch_private import _is_fsdp_flattened
 
 taken = 0
@@ -35,19 +34,7 @@ _find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 _find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 
 
-@functools.cache
-def watch() -> None:
-    """Count the steps of all optimizers from now on."""
-    register_optimizer_step_post_hook(_count)
-
-
-@functools.cache
-def ask_before(check: Callable[..., tuple[Any, Any] | None]) -> None:
-    """Call ``check(optimizer, args, kwargs)`` before each step from now on.
-
-    It may raise, which leaves the step undone, or return ``(args, kwargs)`` for the step.
-    """
-    register_optimizer_step_pre_hook(check)
+_replaced_live = Lifetime("from the first parameter that wrapping replaces to the end of the last one's model")
 
 
 def take_out(params: Iterable[tuple[Tensor, str]], owner: Any, refuse: Callable[[Any, str, str], None]) -> None:
@@ -59,10 +46,12 @@ def take_out(params: Iterable[tuple[Tensor, str]], owner: Any, refuse: Callable[
     global _taken_out_times
     _taken_out_times += 1
     _taken_out.update((param, (weakref.ref(owner), name, refuse)) for param, name in params)
-    ask_before(_refuse_taken_out)
+    _replaced_live.hold(owner)
 
 
+@_replaced_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")
 def _refuse_taken_out(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse steps of optimizers that were made before the model was wrapped."""
     now = _taken_out_times, len(optimizer.param_groups)
     if _up_to_date.get(optimizer) == now:
         return
@@ -94,7 +83,9 @@ def note_change() -> None:
     _changes += 1
 
 
+@flat_params_live.register(register_optimizer_step_post_hook, "tests/dropin/test_dropin_changes.py")
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the steps of all optimizers: a step of sharded parameters makes earlier gathers stale."""
     global taken
     has_some, when, found, counts = _known.get(optimizer, (False, (-1, -1), [], []))
     if when != (len(optimizer.param_groups), _changes):

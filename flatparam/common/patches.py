@@ -1,98 +1,449 @@
-"""Change functions of torch for a time, and put them back: no other file sets an attribute of another library.
+"""Change torch and the process for a time, and put back all that there was. No other file changes another library.
 
-A ``Lifetime`` owns changes. They are made when it begins, and undone when it ends. Where another library has replaced
-our function in between, its function stays, and ours under it calls the original alone.
+A ``Lifetime`` owns changes: attributes that are replaced, hooks that are registered, steps with an undo. They are made
+when it begins, undone when it ends, and made again when it begins again. Each module declares its changes with
+decorators, and names the test that shows the change. ``TABLE`` has them all; ``tools/patches.py`` makes docs/patches.md
+of it.
+
+A lifetime may end in a finalizer: in any thread, at any moment, inside of a changed function or of this file. So the
+undo never waits; another thread in this file looks again before it leaves. A hook that a thread may be about to call
+is removed by a later garbage collection.
+
+A function of another library that has replaced ours in between stays. Ours below it finds no unit, so it calls the
+original alone. When the lifetime begins again, it is the one in use, and no second one is added.
 """
 
+import importlib
+import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
-_ABSENT = object()
-_lock = threading.RLock()
+from .. import _C
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ABSENT: Any = object()
+FOR_GOOD = "the process"
+
+
+class Entry(NamedTuple):
+    """A line of the table. ``why``: the first paragraph of a docstring."""
+
+    when: str
+    targets: tuple[str, ...]
+    why: str
+    test: str
+    undo: str
+
+
+TABLE: list[Entry] = []
+
+
+def note(when: str, targets: Sequence[str], why: str | None, test: str, undo: str) -> None:
+    """Add an entry to the table."""
+    TABLE.append(Entry(when, tuple(targets), " ".join((why or "").partition("\n\n")[0].split()), test, undo))
 
 
 class Lifetime:
-    """A time in which changes are in force: from ``begin()`` to ``end()``, and while an object that it holds lives."""
+    """A time in which changes are in force: from ``begin()`` to ``end()``, and while an object that it holds lives.
 
-    def __init__(self) -> None:
-        self._changes: list[_Replacement] = []
-        self._held: dict[int, weakref.ref[Any]] = {}
-        self._has_begun = self._is_settling = False
+    ``when``: the time in words, for the table.
+    """
 
-    def replace(self, module: str, name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        """Declare that ``name`` of ``module`` becomes the result of the decorated function, called with the original.
-
-        A torch release without the name is left as it is.
-        """
-
-        def declare(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            self._changes.append(_Replacement(module, name, make))
-            return make
-
-        return declare
-
-    def begin(self) -> None:
-        """Make the changes."""
-        self._has_begun = True
-        self._settle()
-
-    def end(self) -> None:
-        """Undo the changes, unless an object that is held lives."""
+    def __init__(self, when: str) -> None:
+        self._when = when
+        self.changes: list[_Change] = []
+        self._held: dict[int, weakref.ref[Any]] = {}  # by id
         self._has_begun = False
-        self._settle()
-
-    def hold(self, owner: Any) -> None:
-        """Keep the changes in force as long as ``owner`` lives."""
-        held = self._held
-
-        def gone(reference: Any, key: int = id(owner)) -> None:
-            if held.get(key) is reference:
-                del held[key]
-            if not sys.is_finalizing():
-                self._settle(wait=False)
-
-        held[id(owner)] = weakref.ref(owner, gone)
-        self._settle()
-
-    def _settle(self, wait: bool = True) -> None:
-        """Make or undo the changes. A finalizer does not wait: the thread that is at it looks again afterwards."""
-        while any(change.is_made != self.is_in_force for change in self._changes):
-            if not _lock.acquire(blocking=wait):
-                return
-            try:
-                if self._is_settling:  # a garbage collection has called this inside of this loop
-                    return
-                self._is_settling = True
-                try:
-                    for change in self._changes:
-                        change.settle(self.is_in_force)
-                finally:
-                    self._is_settling = False
-            finally:
-                _lock.release()
+        self.reached: bool | None = False  # whether the changes are made; None: look at each
+        self._known: set[str] = set()  # the modules that were imported when the changes were made
+        _lifetimes.append(self)
 
     @property
     def is_in_force(self) -> bool:
         return self._has_begun or bool(self._held)
 
+    def begin(self) -> None:
+        """Make the changes, until ``end()``."""
+        self._has_begun = True
+        _settle()
 
-class _Replacement:
-    """One attribute of a module, and what it is replaced by."""
+    def end(self) -> None:
+        """Undo the changes, unless an object that is held lives."""
+        self._has_begun = False
+        _settle()
 
-    def __init__(self, module: str, name: str, make: Callable[[Any], Any]) -> None:
-        self._module, self._name, self._make = module, name, make
-        self._before = self._ours = _ABSENT
-        self.is_made = False
+    def hold(self, owner: Any) -> None:
+        """Make the changes, and keep them in force as long as ``owner`` lives."""
+        held, key = self._held, id(owner)
 
-    def settle(self, is_wanted: bool) -> None:
-        owner = sys.modules.get(self._module)
-        now = getattr(owner, self._name, _ABSENT)
-        if is_wanted and now is not self._ours and now is not _ABSENT:
-            self._before, self._ours = now, self._make(now)
-            setattr(owner, self._name, self._ours)
-        elif not is_wanted and now is self._ours and now is not _ABSENT:
-            setattr(owner, self._name, self._before)
-        self.is_made = is_wanted
+        def gone(reference: Any) -> None:
+            if held.get(key) is reference:
+                del held[key]
+            if not held and not sys.is_finalizing():
+                _settle(wait=False)
+
+        held[key] = weakref.ref(owner, gone)
+        if not self.reached:
+            _settle()
+
+    def renew(self) -> None:
+        """Replace again what another library has replaced, if it is to be outermost."""
+        self.reached = None
+        _settle()
+
+    def replace(
+        self, *targets: str, test: str, owner: type | None = None, everywhere: bool = False, outermost: bool = False
+    ) -> Callable[[F], F]:
+        """Declare that ``targets`` become what the decorated function returns for the original.
+
+        Modules that are not imported are changed after their import. A torch without a name is left as it is.
+
+        Args: ``targets``: ``"module:name"`` or ``"module:class.name"``, all of one function; ``owner``: the class, if
+        ``install(runtime=True)`` lets its name mean ours; ``everywhere``: under each name by which the function was
+        imported; ``outermost``: ``renew()`` puts another one around another library's.
+        """
+        return self._declare(
+            targets, test, lambda make: _Replacement(targets, make, owner, everywhere=everywhere, outermost=outermost)
+        )
+
+    def add(self, target: str, test: str, owner: type | None = None) -> Callable[[F], F]:
+        """Declare that ``target`` becomes the decorated function, also where it is inherited or missing."""
+        return self._declare([target], test, lambda ours: _Replacement([target], lambda _: ours, owner, adds=True))
+
+    def change(self, *targets: str, test: str) -> Callable[[F], F]:
+        """Declare a generator that makes a change, yields once, and undoes it. It waits for the targets' modules."""
+        return self._declare(targets, test, lambda steps: _Steps(targets, steps))
+
+    def register(
+        self, register: Callable[..., Any], test: str, count: Callable[[int], Any] | None = None
+    ) -> Callable[[F], F]:
+        """Declare that the decorated function is a global hook, which torch's function ``register`` registers.
+
+        ``count``: is called with 1 once it is registered, and with -1 before it is removed.
+        """
+        targets = [f"{register.__module__}:{register.__name__}"]
+        return self._declare(targets, test, lambda hook: _Hook(targets, register, hook, count))
+
+    def settle(self) -> None:
+        """Make or undo the changes. Only ``_settle()`` calls this."""
+        before, self.reached = self.reached, None  # first: hold() then waits, or is seen by the next line
+        is_wanted = self.is_in_force
+        if is_wanted is not before:
+            for change in self.changes:
+                if is_wanted and all(map(_imports.has, change.modules)) and (not change.is_made or change.outermost):
+                    change.make()
+                    change.is_made = True
+                elif not is_wanted and change.is_made:
+                    change.is_made = not change.take_back()
+            if is_wanted:
+                self._known = self._known or set(sys.modules)
+            else:
+                since = [*sys.modules.keys() - self._known] if self._known else []  # else all but a hook is undone
+                _rebind([pair for change in self.changes for pair in change.pairs], since)
+                self._known = set()
+                if any(change.is_made for change in self.changes):
+                    _TryAgain()
+        self.reached = is_wanted
+
+    def _declare(self, targets: Sequence[str], test: str, new: Callable[[Any], "_Change"]) -> Callable[[F], F]:
+        def declare(function: F) -> F:
+            self.changes.append(new(function))
+            note(self._when, targets, function.__doc__, test, self.changes[-1].undo)
+            return function
+
+        return declare
+
+
+def names_of(thing: object) -> list[tuple[ModuleType, str]]:
+    """Return ``(module, name)`` for each global name of an imported module that refers to ``thing``."""
+    return [(module, name) for module in _modules(list(sys.modules)) for name in _names_in(module, thing)]
+
+
+def _modules(names: Sequence[str]) -> list[ModuleType]:
+    return [module for module in map(sys.modules.get, names) if isinstance(module, ModuleType)]
+
+
+def _names_in(module: ModuleType, thing: object) -> list[str]:
+    return [name for name, value in list(vars(module).items()) if value is thing]
+
+
+class _Change:
+    """A change that can be made and undone any number of times."""
+
+    undo = ""  # in words
+    is_made = False
+    outermost = False
+    pairs: Sequence[tuple[Any, Any]] = ()  # (original, ours), each that was ever made
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self.modules = {target.partition(":")[0] for target in targets}  # they must be imported before
+
+    def make(self) -> None:
+        raise NotImplementedError
+
+    def take_back(self) -> bool:
+        """Undo the change. False: that is impossible now."""
+        raise NotImplementedError
+
+
+Place = tuple[Any, str]  # an object, and the name of its attribute
+
+
+class _Replacement(_Change):
+    """Attributes that are replaced."""
+
+    undo = "The original is put back, unless another library has replaced ours."
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        new: Callable[[Any], Any],
+        owner: type | None,
+        everywhere: bool = False,
+        outermost: bool = False,
+        adds: bool = False,
+    ) -> None:
+        super().__init__(targets)
+        self._targets, self._new, self._owner, self._adds = targets, new, owner, adds
+        self._everywhere, self.outermost = everywhere, outermost
+        self.pairs: list[tuple[Any, Any]] = []
+        self._put: dict[tuple[int, str], tuple[Place, Any]] = {}  # where ours is, perhaps below another library's
+
+    def make(self) -> None:
+        for place in self._places():
+            key, now = (id(place[0]), place[1]), _read(place)
+            if self._pair_of(now) is not None:  # somebody has put ours back
+                self._put[key] = place, now
+            elif self.outermost or key not in self._put or now is self._put[key][1]:
+                ours = self._ours_for(now, place)
+                if ours is not now:
+                    self._put[key] = place, now
+                    _write(place, ours)
+
+    def take_back(self) -> bool:
+        for key, (place, _) in list(self._put.items()):
+            while (pair := self._pair_of(_read(place))) is not None:
+                _write(place, pair[0])
+                self._put.pop(key, None)
+        return True
+
+    def _pair_of(self, value: Any) -> tuple[Any, Any] | None:
+        return next((pair for pair in self.pairs if pair[1] is value), None)
+
+    def _places(self) -> list[Place]:
+        """Return where the function is now, without the places that this torch lacks."""
+        places: list[Place] = []
+        for target in self._targets:
+            module, _, path = target.partition(":")
+            *classes, name = path.split(".")
+            owner: Any = sys.modules[module]
+            for part in classes:
+                owner = getattr(owner, part, None)
+            owner = self._owner or owner
+            if owner is not None and (self._adds or hasattr(owner, name)):
+                places.append((owner, name))
+        if not self._everywhere or not places:
+            return places
+        function: Any = getattr(*places[0])
+        inner = getattr(function, "__wrapped__", _ABSENT)  # the same one under all names, if the function is decorated
+        cells: list[Place] = [(cell, "cell_contents") for cell in getattr(function, "__closure__", None) or ()]
+        found = [cell for cell in cells if _read(cell) is inner or self._pair_of(_read(cell)) is not None]
+        return found or [*names_of(function)]
+
+    def _ours_for(self, now: Any, place: Place) -> Any:
+        for original, ours in self.pairs:
+            if original is now:
+                return ours
+        kind = type(now) if isinstance(now, staticmethod | classmethod) else None
+        function = now.__func__ if kind is not None else getattr(*place, None) if now is _ABSENT else now
+        ours = self._new(function)
+        if isinstance(ours, FunctionType) and not self._adds:
+            update_wrapper(ours, function or ours)
+        ours = ours if kind is None else kind(ours)
+        self.pairs.append((now, ours))
+        return ours
+
+
+def _read(place: Place) -> Any:
+    """Return the attribute as the object itself has it, or the content of a cell."""
+    owner, name = place
+    return vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name, _ABSENT)
+
+
+def _write(place: Place, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(*place)
+    else:
+        setattr(*place, value)
+
+
+def _rebind(pairs: Sequence[tuple[Any, Any]], modules: Sequence[str]) -> None:
+    """Let names that ``modules`` have imported refer to the originals."""
+    originals = {id(ours): original for original, ours in pairs if original is not _ABSENT}
+    for module in _modules(modules):
+        for name, value in list(vars(module).items()):
+            if id(value) in originals:
+                setattr(module, name, originals[id(value)])
+
+
+class _Hook(_Change):
+    """A global hook of torch."""
+
+    undo = "The hook is removed."
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        register: Callable[..., Any],
+        hook: Callable[..., Any],
+        count: Callable[[int], Any] | None,
+    ) -> None:
+        super().__init__(targets)
+        self._register, self._hook, self._count = register, hook, count or (lambda more: None)
+        self._handle: Any = None
+
+    def make(self) -> None:
+        self._handle = self._register(self._hook)
+        self._count(1)
+
+    def take_back(self) -> bool:
+        hooks = self._handle.hooks_dict_ref()
+        (module,) = self.modules
+        name = _names_in(sys.modules[module], hooks)[0]
+        self._count(-1)
+        is_removed = _C.remove_unless_read(hooks, self._handle.id, name)
+        if not is_removed:
+            self._count(1)
+        return is_removed
+
+
+class _Steps(_Change):
+    """A change that a generator makes and undoes."""
+
+    undo = "It is undone in steps."
+
+    def __init__(self, targets: Sequence[str], steps: Callable[[], Iterator[None]]) -> None:
+        super().__init__(targets)
+        self._steps = steps
+        self._under_way: Iterator[None] = iter(())
+
+    def make(self) -> None:
+        self._under_way = self._steps()
+        next(self._under_way)
+
+    def take_back(self) -> bool:
+        next(self._under_way, None)
+        return True
+
+
+_lifetimes: list[Lifetime] = []
+_lock = threading.RLock()
+_is_busy = False  # whether the thread that has the lock is in the loop of _settle()
+
+
+def _settle(wait: bool = True) -> None:
+    """Make and undo what has to be. ``wait``: for another thread that does so. It looks again before it leaves."""
+    global _is_busy
+    while any(lifetime.reached is not lifetime.is_in_force for lifetime in _lifetimes):
+        if not _lock.acquire(blocking=wait):
+            return
+        try:
+            if _is_busy:  # this is a finalizer, or a signal's handler, inside of the loop
+                return
+            _is_busy = True
+            try:
+                for lifetime in _lifetimes:
+                    lifetime.settle()
+            finally:
+                _wait_for_imports()
+                _is_busy = False
+        finally:
+            _lock.release()
+
+
+def _look_again() -> None:
+    for lifetime in _lifetimes:
+        lifetime.reached = None
+    _settle(wait=False)
+
+
+class _TryAgain:
+    """Garbage: the next collection undoes what could not be undone now."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if _is_busy:
+            _TryAgain()
+        else:
+            _look_again()
+
+
+class _Imports(MetaPathFinder):
+    """The finder of modules that are to be changed, while there are some. It asks the finders behind it."""
+
+    def __init__(self) -> None:
+        self.wanted: set[str] = set()
+        self.found: set[str] = set()  # those that were not executed yet
+
+    def has(self, module: str) -> bool:
+        """Whether ``module`` is imported."""
+        return module in sys.modules and module not in self.found
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.wanted:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self.found.add(fullname)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.found.discard(fullname)
+                _look_again()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_imports = _Imports()
+_READER: Any = getattr(importlib, "_bootstrap")._find_spec.__code__  # noqa: B009  (the loop over the finders)
+
+
+def _wait_for_imports() -> None:
+    changes = (change for lifetime in _lifetimes if lifetime.is_in_force for change in lifetime.changes)
+    _imports.wanted = {module for change in changes for module in change.modules if not _imports.has(module)}
+    if _imports.wanted and _imports not in sys.meta_path:
+        sys.meta_path.insert(0, _imports)
+        return
+    is_left = not _imports.wanted and _imports in sys.meta_path
+    if is_left and not _C.remove_unless_read(sys.meta_path, _imports, _READER):
+        _TryAgain()
+
+
+def _after_fork() -> None:
+    """Forget the thread that was changing torch: the child does not have it."""
+    global _lock, _is_busy
+    _lock, _is_busy = threading.RLock(), False
+    _look_again()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+note(FOR_GOOD, ["os:register_at_fork"], _after_fork.__doc__, "tests/packaging/test_patches.py", "Python has none.")
+
+flat_params_live = Lifetime("from the first wrapped model or handle to the last")

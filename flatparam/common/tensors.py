@@ -5,7 +5,6 @@ for plain tensors fall back to torch's private ones for subclasses. The drop-in,
 module knows no flat parameter.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from .. import _C
+from .patches import flat_params_live
 from .torch_private import (
     FlatParameter,
     _alloc_storage,
@@ -213,30 +213,26 @@ def is_at(value: Tensor, place: Tensor) -> bool:
     )
 
 
-@functools.cache
-def watch_exports() -> None:
-    """Mark memory that DLPack exports from now on as borrowed, once in a process. For the first unit or handle.
-
-    Else a reshard would free memory that an importer still reads, or a gather overwrite it. torch marks memory that
-    NumPy has taken, but not DLPack's.
-    """
-    native: Any = torch._C
-    for name in ("_to_dlpack", "_to_dlpack_versioned"):
-        export = getattr(native, name)
-        lending = _lending(export)
-        for module in (native, torch, torch.utils.dlpack):
-            for alias in [alias for alias, value in vars(module).items() if value is export]:
-                setattr(module, alias, lending)
-    tensor: Any = torch.Tensor
-    if "__dlpack_c_exchange_api__" in vars(tensor):
-        tensor.__dlpack_c_exchange_api__ = _C.lending_exchange(tensor.__dlpack_c_exchange_api__)
+_LENT = "tests/fsdp/unit/test_fsdp_storages.py"
 
 
+@flat_params_live.replace("torch._C:_to_dlpack", "torch:to_dlpack", "torch.utils.dlpack:to_dlpack", test=_LENT)
+@flat_params_live.replace("torch._C:_to_dlpack_versioned", test=_LENT)
 def _lending(export: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(export)
+    """Mark memory that DLPack exports as borrowed, as torch marks memory that NumPy has taken.
+
+    Else a reshard would free memory that an importer still reads, or a gather would overwrite it.
+    """
+
     def lending(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         capsule = export(tensor, *args, **kwargs)
         _C.lend(tensor)
         return capsule
 
     return lending
+
+
+@flat_params_live.replace("torch:Tensor.__dlpack_c_exchange_api__", test=_LENT)
+def _lending_exchange(capsule: Any) -> Any:
+    """Mark memory that DLPack exports through C as borrowed."""
+    return _C.lending_exchange(capsule)

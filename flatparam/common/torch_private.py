@@ -74,7 +74,6 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.utils import _named_member_accessor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common import optimizers
+from ..common.patches import Lifetime
 from ..common.tensors import free, has_memory, same_storage
 from ..common.torch_private import (
     _FLAT_PARAM_PADDING_VALUE,
@@ -32,6 +33,7 @@ else:
     TorchsNames = object
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+installed = Lifetime("from `install()` to `uninstall()`")
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle  # before install() replaces it
 
 # Fast paths: each does the work of several methods without calling them. step_of() marks those methods. The handle

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..common import optimizers, pickling
+from ..common.patches import flat_params_live
 from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
 from ..common.tensors import free, refuse_freed, same_storage
 from ..common.torch_private import (
@@ -30,10 +31,13 @@ from ..common.torch_private import (
     _FreeEventQueue,
     leave_out_of_graphs,
 )
-from .base import Handle
+from .base import Handle, installed
 from .flatten import unit_of
 from .views import take_over_attributes
 from .writeback import as_piece, changed_params
+
+_WRAPPER = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
+_TEST = "tests/dropin/test_copying.py"
 
 # Attributes that lazy initialization and later steps set on a wrapper, a handle and a flat parameter: a copy does not
 # take them. It takes all others (tests/support/copies.py lists them), also those that users have set.
@@ -57,12 +61,12 @@ _STEP_OF_FLAT_PARAM = (
 _ATTRIBUTES = "attributes of flat_param"  # the key in a handle's state
 
 _owners: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()  # id of a flat parameter -> handle
-_reduce_parameter: Any = nn.Parameter.__reduce_ex__
 
 
 def note_owner(handle: Handle) -> None:
     """Register ``handle`` as the owner of ``handle.flat_param``: pickles of the flat parameter then ask it."""
     _owners[id(handle.flat_param)] = handle
+    flat_params_live.hold(handle)
     optimizers.note_change()
 
 
@@ -275,7 +279,9 @@ def _state_of_wrapper(wrapper: Any) -> dict[str, Any]:
     }
 
 
+@installed.add(f"{_WRAPPER}.__deepcopy__", _TEST, TorchsFSDP)
 def _deepcopy_wrapper(self: Any, memo: dict[int, Any]) -> Any:
+    """Implement ``copy.deepcopy(wrapper)``. Wrappers without our handles behave as before."""
     memo[id(self)] = result = _new(type(self))
     if not _is_ours(self):
         result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -289,12 +295,15 @@ def _deepcopy_wrapper(self: Any, memo: dict[int, Any]) -> Any:
     return result
 
 
+@installed.add(f"{_WRAPPER}.__reduce_ex__", _TEST, TorchsFSDP)
 def _reduce_wrapper(self: Any, protocol: Any) -> Any:
+    """Implement ``pickle`` for a wrapper. Wrappers without our handles behave as before."""
     if not _is_ours(self):
         return object.__reduce_ex__(self, protocol)
     return _new, (type(self),), _pickled(_state_of_wrapper(self), _handles_in(self))
 
 
+@installed.add(f"{_WRAPPER}.__copy__", _TEST, TorchsFSDP)
 def _copy_wrapper(self: Any) -> Any:
     """Implement ``copy.copy(wrapper)``: the copy shares all values, as a shallow copy of a module does."""
     result = _new(type(self))
@@ -302,22 +311,22 @@ def _copy_wrapper(self: Any) -> Any:
     return result
 
 
-@functools.wraps(_reduce_parameter)
-def reduce_also_flat(self: Any, protocol: Any) -> Any:
+@installed.replace("torch.nn:Parameter.__reduce_ex__", test=_TEST)
+def _reducing_also_flat(reduce: Any) -> Any:
     """Pickle a flat parameter alone, as in an optimizer: in torch's form, without attributes of a step."""
-    handle = _owners.get(id(self))
-    if handle is None or handle.flat_param is not self:
-        return _reduce_parameter(self, protocol)
-    rebuild, (data, *settings, state) = _reduce_parameter(self, protocol)
-    if handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS:
-        data = _current_shard(handle, copied=False)
-    state = {name: value for name, value in state.items() if name not in _STEP_OF_FLAT_PARAM}
-    freed = [(tensor, as_view) for tensor in _stand_ins(handle)]
-    return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
 
+    def reduce_also_flat(self: Any, protocol: Any) -> Any:
+        handle = _owners.get(id(self))
+        if handle is None or handle.flat_param is not self:
+            return reduce(self, protocol)
+        rebuild, (data, *settings, state) = reduce(self, protocol)
+        if handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS:
+            data = _current_shard(handle, copied=False)
+        state = {name: value for name, value in state.items() if name not in _STEP_OF_FLAT_PARAM}
+        freed = [(tensor, as_view) for tensor in _stand_ins(handle)]
+        return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
 
-# Methods of torch's wrapper while flatparam is installed. Wrappers without our handles behave as before
-WRAPPER_METHODS = {"__copy__": _copy_wrapper, "__deepcopy__": _deepcopy_wrapper, "__reduce_ex__": _reduce_wrapper}
+    return reduce_also_flat
 
 
 _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call of it as one opcode)

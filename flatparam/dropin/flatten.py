@@ -5,10 +5,9 @@ torch's runtime constructs and shards in one function, and no user code runs in 
 allocated and never written ("Wrapping streams" in csrc/README.md): on Linux's host it takes no memory.
 """
 
-import functools
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from ..common.torch_private import (
     _named_parameters_with_duplicates,
     logger,
 )
-from .base import FLATTEN, STREAM, Handle, step_of
+from .base import FLATTEN, STREAM, Handle, installed, step_of
 from .views import primaries
 
 construct_and_shard = _init_utils._init_param_handle_from_params
@@ -42,14 +41,22 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@functools.wraps(construct_and_shard)
-def noting_that(*args: Any, **kwargs: Any) -> Any:
-    """Call ``construct_and_shard``, and note for this thread that the next handle is sharded at once."""
-    _here.constructs_and_shards = True
-    try:
-        return construct_and_shard(*args, **kwargs)
-    finally:
-        _here.constructs_and_shards = False
+@installed.replace(
+    "torch.distributed.fsdp._init_utils:_init_param_handle_from_params", test="tests/dropin/test_streaming.py"
+)
+def _noting(construct: Callable[..., Any]) -> Callable[..., Any]:
+    """Note for this thread that the next handle is sharded at once, unless a user has replaced torch's function."""
+    if construct is not construct_and_shard:
+        return construct
+
+    def noting_that(*args: Any, **kwargs: Any) -> Any:
+        _here.constructs_and_shards = True
+        try:
+            return construct(*args, **kwargs)
+        finally:
+            _here.constructs_and_shards = False
+
+    return noting_that
 
 
 def is_sharded_next(kind: type, own_constructor: Any) -> bool:

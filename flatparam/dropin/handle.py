@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C
-from ..common import optimizers
 from ..common.collectives import fake_group
 from ..common.layout import parts_of
 from ..common.switches import environment_is_on, fakes
-from ..common.tensors import free, in_storage_order, pinned, same_storage, watch_exports
+from ..common.tensors import free, in_storage_order, pinned, same_storage
 from ..common.torch_private import (
     FlatParamShardMetadata,
     FSDPExtensions,
@@ -105,8 +104,6 @@ class FlatParamHandle(Handle):
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         copying.note_owner(self)
-        optimizers.watch()
-        watch_exports()
         del self._shards_next
 
     def __del__(self) -> None:

@@ -19,20 +19,16 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..common.after_import import names_of
+from ..common.patches import flat_params_live, names_of
 from ..common.tensors import row_major
 from ..common.torch_private import (
-    FlatParamShardMetadata,
     HandleShardingStrategy,
     HandleTrainingState,
-    TorchsFSDP,
-    _init_utils,
-    _optim_utils,
     leave_out_of_graphs,
     torch_flat_param,
 )
-from . import copying, flat_param, flatten
-from .base import TORCH_HANDLE
+from . import flat_param
+from .base import TORCH_HANDLE, installed
 from .handle import FlatParamHandle
 
 # The members and fields that the handle supports. A new one is refused here, and not in the middle of training.
@@ -69,24 +65,9 @@ def install() -> None:
             f"flatparam is not installed: torch {torch.__version__}'s FlatParamHandle does not do what flatparam's "
             f"does. A newer flatparam may. On a tiny module: {otherwise[0]}"
         )
-    _bind(FlatParamHandle)
-    _patch_torch()
-    _complete_cpu_streams()
+    installed.end()  # a user may have put torch's class back
+    installed.begin()
     leave_out_of_graphs()
-
-
-def uninstall() -> None:
-    _bind(TORCH_HANDLE)
-    if sys.modules.get(OLD_PATH) is torch_flat_param:
-        del sys.modules[OLD_PATH]
-    while _patched:
-        owner, name, before, value = _patched.pop()
-        if vars(owner).get(name) is not value:
-            continue  # a user has replaced it since
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def is_installed() -> bool:
@@ -157,24 +138,28 @@ def _is_torchs(function: Any) -> bool:
     return file.startswith(os.path.join(os.path.dirname(torch.__file__), "")) or file == contextlib.__file__
 
 
-def _complete_cpu_streams() -> None:
-    """Add ``synchronize`` to the CPU's streams, if torch lacks it: the runtime calls it after an offloaded backward.
-
-    It stays after ``uninstall()``, as models that are wrapped already go on.
-    """
-    kind: Any = torch.cpu.Stream
-    if not hasattr(kind, "synchronize"):
-        kind.synchronize = lambda stream: None
-
-
-def _bind(handle: type) -> None:
-    """Set each attribute of a module of torch.distributed that is one of the two handles to ``handle``.
+@installed.change("torch.distributed.fsdp._flat_param:FlatParamHandle", test="tests/dropin/test_install.py")
+def _bind() -> Iterator[None]:
+    """Put flatparam's handle in the place of torch's, in each module of torch.distributed.
 
     Modules that are imported later get it from ``_flat_param``.
     """
+    _bind_to(FlatParamHandle)
+    yield
+    _bind_to(TORCH_HANDLE)
+
+
+def _bind_to(handle: type) -> None:
     for module, attribute in (*names_of(FlatParamHandle), *names_of(TORCH_HANDLE)):
         if module.__name__.startswith("torch.distributed."):
             setattr(module, attribute, handle)
+
+
+if not hasattr(torch.cpu.Stream, "synchronize"):
+
+    @flat_params_live.add("torch.cpu:Stream.synchronize", "tests/dropin/test_dropin_offload.py")
+    def _synchronize(stream: Any) -> None:
+        """Let the CPU's streams have ``synchronize``: torch's runtime calls it after an offloaded backward."""
 
 
 _LISTS = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding", "_is_padding_mask")
@@ -274,60 +259,51 @@ def _shown(module: nn.Module) -> list[tuple[str, str, Any]]:
 
 OLD_NAME = "flat_param"
 OLD_PATH = f"torch.distributed.fsdp.{OLD_NAME}"
-
-_ABSENT = object()
-_patched: list[tuple[Any, str, Any, Any]] = []  # changes of install(): (owner, name, value before, value since)
-
-_OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
-
-_new_metadata: Any = FlatParamShardMetadata.__new__
-_make_metadata: Any = vars(FlatParamShardMetadata)["_make"]
-_UNFLATTEN = "_unflatten_orig_param_states"  # called for each gathered state; other releases of torch may lack it
-_unflatten: Any = getattr(_optim_utils, _UNFLATTEN, None)
+_TEST = "tests/dropin/test_older_versions.py"
 
 
-def _patch_torch() -> None:
-    """Change other parts of torch until ``uninstall()``.
-
-    - ``torch.distributed.fsdp.flat_param`` exists: the module's name up to torch 2.1, in scripts and pickles.
-    - A wrapper with flatparam's handle can be copied and pickled. A handle knows if the wrapper constructs it.
-    - A flat parameter can be pickled alone.
-    - ``FlatParamShardMetadata`` accepts four fields, as torch up to 2.5 made and pickled it. Parameters were row-major
-      then, so the strides and contiguities of torch 2.6 follow from the shapes.
-    - Gathered optimizer states keep their values. With ``use_orig_params=True`` torch gathers a unit's states (Adam's
-      ``exp_avg``, then ``exp_avg_sq``) one after another into one buffer, and returns views of it. If nothing copies
-      them (on the CPU, or ``offload_to_cpu=False``), all states of a saved optimizer have the values of the last one.
-    """
+@installed.change("torch.distributed.fsdp:flat_param", test=_TEST)
+def _old_path() -> Iterator[None]:
+    """Let ``torch.distributed.fsdp.flat_param`` exist: the module's name up to torch 2.1, in scripts and pickles."""
+    package = sys.modules["torch.distributed.fsdp"]
     if OLD_PATH not in sys.modules:  # else this torch has the module
         sys.modules[OLD_PATH] = torch_flat_param
-        _patch(sys.modules["torch.distributed.fsdp"], OLD_NAME, torch_flat_param)
-    for name, method in copying.WRAPPER_METHODS.items():
-        _patch(TorchsFSDP, name, method)
-    _patch(nn.Parameter, "__reduce_ex__", copying.reduce_also_flat)
-    if _init_utils._init_param_handle_from_params is flatten.construct_and_shard:  # no user has replaced it
-        _patch(_init_utils, "_init_param_handle_from_params", flatten.noting_that)
-    _patch(FlatParamShardMetadata, "__new__", staticmethod(_new_metadata_of_any_version))
-    _patch(FlatParamShardMetadata, "_make", classmethod(_make_metadata_of_any_version))
-    if _unflatten is not None:
-        _patch(_optim_utils, _UNFLATTEN, _unflatten_apart)
+        setattr(package, OLD_NAME, torch_flat_param)
+    yield
+    if sys.modules.get(OLD_PATH) is torch_flat_param:
+        del sys.modules[OLD_PATH]
+    if vars(package).get(OLD_NAME) is torch_flat_param:
+        delattr(package, OLD_NAME)
 
 
-def _patch(owner: Any, name: str, value: Any) -> None:
-    """Set the attribute ``name`` of ``owner`` to ``value`` until ``uninstall()``."""
-    _patched.append((owner, name, vars(owner).get(name, _ABSENT), value))
-    setattr(owner, name, value)
+_METADATA = "torch.distributed.fsdp._flat_param:FlatParamShardMetadata"
+_OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
 
 
-@functools.wraps(_new_metadata)
-def _new_metadata_of_any_version(cls: type, *fields: Any, **named: Any) -> Any:
-    if len(fields) + len(named) == len(_OLD_FIELDS) and set(named) == set(_OLD_FIELDS[len(fields) :]):
-        fields = _filled_in(*fields, *(named.pop(name) for name in _OLD_FIELDS[len(fields) :]))
-    return _new_metadata(cls, *fields, **named)
+@installed.replace(f"{_METADATA}.__new__", test=_TEST)
+def _new_metadata(new: Any) -> Any:
+    """Let ``FlatParamShardMetadata`` accept four fields, as torch up to 2.5 made and pickled it.
+
+    Parameters were row-major then, so the strides and contiguities of torch 2.6 follow from the shapes.
+    """
+
+    def of_any_version(cls: type, *fields: Any, **named: Any) -> Any:
+        if len(fields) + len(named) == len(_OLD_FIELDS) and set(named) == set(_OLD_FIELDS[len(fields) :]):
+            fields = _filled_in(*fields, *(named.pop(name) for name in _OLD_FIELDS[len(fields) :]))
+        return new(cls, *fields, **named)
+
+    return of_any_version
 
 
-def _make_metadata_of_any_version(cls: type, iterable: Any) -> Any:
-    fields = tuple(iterable)
-    return _make_metadata.__func__(cls, _filled_in(*fields) if len(fields) == len(_OLD_FIELDS) else fields)
+@installed.replace(f"{_METADATA}._make", test=_TEST)
+def _make_metadata(make: Any) -> Any:
+    """Let ``FlatParamShardMetadata._make`` accept four fields."""
+
+    def of_any_version(cls: type, iterable: Any) -> Any:
+        fields = tuple(iterable)
+        return make(cls, _filled_in(*fields) if len(fields) == len(_OLD_FIELDS) else fields)
+
+    return of_any_version
 
 
 def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any, ...]:
@@ -335,15 +311,27 @@ def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any,
     return names, shapes, tuple(map(row_major, shapes)), (True,) * len(shapes), numels, offsets
 
 
-@functools.wraps(_unflatten)
-def _unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any) -> None:
-    """Call torch's function; for units with flatparam's handle copy results that are views of the gather's buffer."""
-    gathered = {_address(state.get(name)) for state in states.values()} - {None}
-    _unflatten(info, states, name, *settings, **named)
-    if isinstance(info.handle, FlatParamHandle):
-        for state in states.values():
-            if _address(state.get(name)) in gathered:
-                state[name] = state[name].clone()
+@installed.replace(
+    "torch.distributed.fsdp._optim_utils:_unflatten_orig_param_states", test="tests/dropin/test_dropin_states.py"
+)
+def _unflatten_apart(unflatten: Any) -> Any:
+    """Let gathered optimizer states keep their values.
+
+    With ``use_orig_params=True`` torch gathers a unit's states (Adam's ``exp_avg``, then ``exp_avg_sq``) one after
+    another into one buffer, and returns views of it. If nothing copies them (on the CPU, or ``offload_to_cpu=False``),
+    all states of a saved optimizer have the values of the last one. So states of units with flatparam's handle are
+    copied if they are views of the buffer.
+    """
+
+    def unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any) -> None:
+        gathered = {_address(state.get(name)) for state in states.values()} - {None}
+        unflatten(info, states, name, *settings, **named)
+        if isinstance(info.handle, FlatParamHandle):
+            for state in states.values():
+                if _address(state.get(name)) in gathered:
+                    state[name] = state[name].clone()
+
+    return unflatten_apart
 
 
 def _address(value: Any) -> int | None:

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .. import _C
-from ..common import optimizers
+from ..common.patches import Lifetime
 from ..common.tensors import allocate, is_allocated, refuse_freed
 from ..dropin import gradients
 from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
 
+_shown_live = Lifetime("from the first sum of micro-batches that a LayerZero handle shows to the end of the last")
 _watched: "weakref.WeakSet[Sums]" = weakref.WeakSet()  # handles that have shown a sum
 _IN_ORDER = nullcontext()  # on the host everything runs in order
 
@@ -163,7 +164,7 @@ class Sums(Base):
         if not self._is_watched:
             self._is_watched = True
             _watched.add(self)
-            optimizers.ask_before(_check)
+            _shown_live.hold(self)
 
     def _stop_showing(self) -> bool:
         """Take over what the user did to the sum that ``.grad`` shows; then show the reduced gradient.
@@ -223,8 +224,12 @@ class Sums(Base):
             self.flat_param._saved_grad += before
 
 
+@_shown_live.register(register_optimizer_step_pre_hook, "tests/layer_zero/test_layer_zero_step.py")
 def _check(optimizer: Optimizer, *arguments: Any) -> None:
-    """Before a step of ``optimizer``. Raises: ValueError naming a parameter whose ``.grad`` is this rank's own sum."""
+    """Refuse to step a sum that is not reduced.
+
+    Raises: ValueError naming a parameter whose ``.grad`` is this rank's own sum.
+    """
     showing = [handle for handle in _watched if handle._is_shown]
     if not showing:
         return

@@ -55,7 +55,7 @@ CASES = {
         from torch.distributed.checkpoint.state_dict import FSDP
         assert isinstance(model, FSDP)
         import torch.distributed.algorithms.model_averaging.utils
-        assert not [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.after_import"]
+        assert not [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.patches"]
         """,
     "what is not there": """
         import flatparam

@@ -29,6 +29,7 @@ from ...common.collectives import (
     wait_in_slices,
     wait_in_thread,
 )
+from ...common.patches import FOR_GOOD, note
 from ..errors import OrderError, StoreGoneError
 from . import liveness, stores
 from .events import SetupCollective, encode
@@ -76,6 +77,13 @@ def _end_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_end_after_fork)
+note(
+    FOR_GOOD,
+    ["os:register_at_fork"],
+    "End the collective traces in a child that a rank forks: it is no rank.",
+    "tests/fsdp/desync/test_fsdp_order.py",
+    "Python has none.",
+)
 
 
 def before(part: Shared, kind: int, device: torch.device) -> GroupTrace | None:

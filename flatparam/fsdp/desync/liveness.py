@@ -11,7 +11,6 @@ the hooks at the end of a process (``sys.excepthook``, ``atexit``, ``multiproces
 
 import atexit
 import contextlib
-import functools
 import math
 import multiprocessing.util
 import os
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...common.collectives import name_in_cpp
-from ...common.patches import Lifetime
+from ...common.patches import FOR_GOOD, Lifetime, note
 from ...common.torch_private import torch_flat_param
 from ..errors import OrderError, StoreGoneError
 from ..names import printable
@@ -179,7 +178,8 @@ def enter() -> None:
     """Enter the world's board: a unit is about to be built, or was unpickled. Raises: OrderError without a store."""
     if (ours := board()) is not None:
         ours.enter()
-        _watch_excepthook()
+        _reporting.hold(ours)
+        _reporting.renew()  # torch puts its hook around ours when it makes a world
         _children.join_in()
 
 
@@ -257,7 +257,7 @@ def _heartbeat() -> float:
 # How a rank ends
 
 _rank_process = os.getpid()  # a child that a rank forks has another id, and reports nothing
-_hooks: list[Any] = [None]  # our hooks in sys.excepthook, the last one outermost
+_is_inside = False  # one of our hooks in sys.excepthook: another of ours, below another library's, reports nothing
 
 
 def _ends_with(error: BaseException | None) -> None:
@@ -347,19 +347,24 @@ def _has_lost() -> bool:
     return any(one.has_lost() for one in [*_ended, *_watching.values()])
 
 
-def _watch_excepthook() -> None:
-    """Put our hook outermost in ``sys.excepthook``, around torch's: the error is printed before the rank waits."""
-    before = sys.excepthook
-    if before is _hooks[-1]:
-        return
+_reporting = Lifetime("from the first unit to the end of its world, if that has other processes")
+
+
+@_reporting.replace("sys:excepthook", test="tests/fsdp/desync/test_fsdp_lost_ranks.py", outermost=True)
+def _report_after(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Report the error that ends a rank, after it is printed: the rank then waits until the others have read it."""
 
     def hook(kind: Any, error: BaseException, where: Any) -> None:
-        before(kind, error, where)
-        if _hooks[-1] is hook:  # else a later one is around this
+        global _is_inside
+        is_inside, _is_inside = _is_inside, True
+        try:
+            before(kind, error, where)
+        finally:
+            _is_inside = is_inside
+        if not is_inside:
             _ends_with(error)
 
-    _hooks.append(hook)
-    sys.excepthook = hook
+    return hook
 
 
 def _finish(error: object = None) -> None:
@@ -419,6 +424,13 @@ class _Children:
 _children = _Children()
 atexit.register(_at_exit)
 multiprocessing.util.register_after_fork(_children, _Children.begin)
+note(
+    FOR_GOOD,
+    ["atexit:register", "multiprocessing.util:register_after_fork", "multiprocessing.util:Finalize"],
+    "Tell the other ranks at the end of a process whether it has finished, and with which error it has failed.",
+    "tests/fsdp/desync/test_fsdp_lost_ranks.py",
+    "None is needed: the functions do nothing in a process without a world.",
+)
 
 
 # Where a rank can be found from
@@ -430,15 +442,18 @@ def _appear() -> None:
         _appeared()
 
 
-# From the import of this module, or install(), to uninstall(); and while a world has a board, or a model lives
-watching_worlds = Lifetime()
+watching_worlds = Lifetime(
+    "from the import of the runtime, or `install()`, to `uninstall()`; longer while a world of several processes or a "
+    "wrapped model lives"
+)
 
 
-@watching_worlds.replace("torch.distributed.distributed_c10d", "_update_default_pg")
+@watching_worlds.replace(
+    "torch.distributed.distributed_c10d:_update_default_pg", test="tests/fsdp/desync/test_fsdp_lost_ranks.py"
+)
 def _watch_worlds(before: Callable[[Any], None]) -> Callable[[Any], None]:
     """Appear in each world of this process as soon as it is made. torch has no hook for that."""
 
-    @functools.wraps(before)
     def update(pg: Any) -> None:
         global _since
         if pg is None:

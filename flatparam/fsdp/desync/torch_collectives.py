@@ -5,16 +5,16 @@ result is valid for the current stream. ``Hooked`` and ``Faked`` stand in for th
 where the user leaves collectives out to measure time. The module does not know units.
 """
 
-import functools
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...common.collectives import NAMES, torchs
 from ...common.switches import Fakes
-from ...common.torch_private import default_hooks
 
 if TYPE_CHECKING:
     from .trace import GroupTrace
@@ -63,19 +63,11 @@ def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
 agree = all_reduce  # of flags ``[units]``: nonzero where some rank calls a unit stale
 
 
-@functools.cache
-def let_hooks_compress() -> None:
-    """Let torch's compressing hooks work on a CPU, once in a process. torch's record a stream, which a CPU lacks."""
-    decompress = default_hooks._decompress
+class _WithoutStreams(TorchFunctionMode):
+    """Lets torch's compressing hooks work on a CPU: they record a stream, which a CPU lacks."""
 
-    @functools.wraps(decompress)
-    def decompressed(state: Any, grad: Tensor) -> None:
-        if grad.is_cpu:
-            grad.data = grad.data.to(state.parameter_type)
-        else:
-            decompress(state, grad)
-
-    default_hooks._decompress = decompressed
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func is Tensor.record_stream else func(*args, **(kwargs or {}))
 
 
 class Hooked:
@@ -86,18 +78,21 @@ class Hooked:
     """
 
     def __init__(self, hook: Callable[..., Any], state: Any):
-        let_hooks_compress()
         self.hook, self.state = hook, state
 
     all_gather, agree = staticmethod(all_gather), staticmethod(agree)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook fill ``output``."""
-        self.hook(self.state, whole, output)
+        self._call(whole, output)
 
     def all_reduce(self, tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook change ``tensor``."""
-        self.hook(self.state, tensor)
+        self._call(tensor)
+
+    def _call(self, *tensors: Tensor) -> None:
+        with _WithoutStreams() if tensors[0].is_cpu else contextlib.nullcontext():
+            self.hook(self.state, *tensors)
 
 
 class Faked:

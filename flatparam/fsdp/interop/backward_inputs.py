@@ -2,8 +2,7 @@
 
 A graph leads to the views of the flat buffer, not to the parameters. So autograd would find no path from the loss to a
 parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views. It also
-tells the other ranks if an exception ends a backward here (``failed_backward.py``). ``interop/patches.py`` calls
-``watch``.
+tells the other ranks if an exception ends a backward here (``failed_backward.py``).
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from ... import _C
 from ..desync.checked_collectives import troubled
-from ..unit.registry import flat_param_of, owner_of_param
+from ..unit.registry import flat_param_of, owner_of_param, units_live
 from . import failed_backward
 
 
-@functools.cache
-def watch() -> None:
-    """Replace autograd's engine call, once per process: before the first model is wrapped or loaded.
+@units_live.replace(  # torch.compiler replaces both, and restores both from graph
+    "torch.autograd.graph:_engine_run_backward",
+    "torch.autograd:_engine_run_backward",
+    test="tests/fsdp/interop/test_fsdp_backward_inputs.py",
+)
+def _running(run: Any) -> Any:
+    """Let ``backward(inputs=[...])`` train these parameters alone, and ``autograd.grad`` refuse parameters of units.
 
-    ``backward(inputs=[...])`` then trains these parameters alone. ``torch.autograd.grad`` raises RuntimeError for a
-    parameter of a unit that the loss depends on: its gradient is reduced into ``.grad`` and cannot be returned.
+    ``grad`` raises RuntimeError for a parameter of a unit that the loss depends on: its gradient is reduced into
+    ``.grad`` and cannot be returned.
     """
-    run: Any = graph._engine_run_backward
 
-    @functools.wraps(run)
     def running(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if troubled:
             failed_backward.go_on(outputs)
@@ -67,8 +66,7 @@ def watch() -> None:
             )
         return asked
 
-    for module in (torch.autograd, graph):  # torch.compiler replaces both, and restores both from graph
-        vars(module)["_engine_run_backward"] = running
+    return running
 
 
 def _leaf_of(each: Any) -> Tensor | None:

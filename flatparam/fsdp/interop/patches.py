@@ -1,8 +1,7 @@
 """Refuse or correct tools that do not know our class and would take shards for whole parameters, in silence.
 
 Tools that look for a marker on each module meet the properties in ``unit/markers.py``. This file covers the others: it
-checks when they register a module, or replaces one of their functions. ``watch`` does this once per process, before
-the first model is wrapped or loaded.
+checks when they register a module, or replaces one of their functions, while a unit lives.
 
 =============================================  ==============================
 tool                                           behaviour for sharded parameters
@@ -19,7 +18,6 @@ LBFGS, ZeroRedundancyOptimizer                 refused when they step
 =============================================  ==============================
 """
 
-import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -33,23 +31,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C
-from ...common import optimizers
-from ...common.after_import import after_import, names_of
 from ...common.torch_private import TorchsFSDP
 from ..desync import checked_collectives
 from ..errors import StateError
 from ..names import join
 from ..sharding.flat_param import FlatParam
-from ..unit import torch_calls
 from ..unit.clip import by_group, clip
 from ..unit.markers import STATES, RefusingMarkers
-from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param
+from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param, units_live
 from ..unit.summon import refuse_unreduced
+from ..unit.torch_calls import seen_as
 from ..unit.unit import units_of
-from . import backward_inputs
 
+_TEST = "tests/fsdp/interop/test_fsdp_foreign.py"
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
@@ -74,42 +71,27 @@ def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
         )
 
 
-@functools.cache
-def watch() -> None:
-    """Register the hooks and replace the functions, once per process. A module not yet imported is changed later."""
-    register_module_module_registration_hook(_refuse_data_parallel)
-    checkpoint = "torch.distributed.checkpoint"  # importing it takes half a second
-    after_import(f"{checkpoint}.default_planner", _check_plans)
-    # asynchronous saving plans with copies, in which shards are not found: so the state is checked before
-    after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
-    _clip_over_ranks()
-    _refuse_norms_of_shards()
-    torch_calls.watch()
-    backward_inputs.watch()
-    _refuse_roots()
-    optimizers.ask_before(_refuse_for_whole_only)
-    after_import("torch.distributed.algorithms.model_averaging.utils", _refuse_averages)
-    for scaler in (GradScaler, ShardedGradScaler):
-        scaler._unscale_grads_ = _agreeing(scaler._unscale_grads_)  # type: ignore[method-assign]
-    ShardedGradScaler.unscale_ = _counting_once(ShardedGradScaler.unscale_)  # type: ignore[method-assign]
-
-
-def _refuse_roots() -> None:
+@units_live.replace(
+    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.fsdp_modules",
+    test=_TEST,
+    owner=TorchsFSDP,
+)
+def _refuse_roots(original: Any) -> Any:
     """Let torch's ``fsdp_modules`` read our markers, also with ``root_only``, where it reads none."""
-    original = TorchsFSDP.fsdp_modules
 
-    @functools.wraps(original)
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
         for inner in module.modules():
             if isinstance(inner, RefusingMarkers):
                 inner._refuse_composing()
-        return original(module, root_only)
+        found: list[TorchsFSDP] = original(module, root_only)
+        return found
 
-    TorchsFSDP.fsdp_modules = staticmethod(fsdp_modules)  # type: ignore[method-assign]
+    return fsdp_modules
 
 
+@units_live.register(register_module_module_registration_hook, _TEST)
 def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """The hook of torch for each registered module. DistributedDataParallel registers before it communicates.
+    """Refuse units in DistributedDataParallel and DataParallel, which register a module before they communicate.
 
     Raises: StateError if ``inner`` has a parameter of a unit that DistributedDataParallel would manage.
     """
@@ -126,30 +108,31 @@ def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None)
             )
 
 
-def _check_plans(default_planner: Any) -> None:
-    _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
-    _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
+_CHECKPOINT = "torch.distributed.checkpoint"  # importing it takes half a second
 
 
-def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
-    """Replace the function ``name`` of ``module`` by one that calls ``refuse_shards`` on a state.
+@units_live.replace(f"{_CHECKPOINT}.default_planner:create_default_local_save_plan", test=_TEST)
+@units_live.replace(f"{_CHECKPOINT}.default_planner:create_default_local_load_plan", test=_TEST)
+def _checking_plans(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse states with shards in plans of ``torch.distributed.checkpoint``."""
 
-    ``given``: returns the state from the arguments; None: check the result of the function instead.
-    """
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:  # another release of torch
-        return
-
-    @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if given is not None:
-            refuse_shards(given(*args, *kwargs.values()))
-            return function(*args, **kwargs)
+        refuse_shards((*args, *kwargs.values())[0])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@units_live.replace(f"{_CHECKPOINT}.state_dict_saver:_stateful_to_state_dict", test=_TEST)
+def _checking_states(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse states with shards before asynchronous saving: it plans with copies, in which shards are not found."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         refuse_shards(result)
         return result
 
-    setattr(module, name, checked)
+    return checked
 
 
 def refuse_shards(state: Any) -> None:
@@ -210,15 +193,13 @@ def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
     return found
 
 
-def _clip_over_ranks() -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` count the shards of all ranks: a collective call then.
+@units_live.replace("torch.nn.utils.clip_grad:clip_grad_norm_", test=_TEST, everywhere=True)
+def _clip_over_ranks(original: Any) -> Any:
+    """Let ``clip_grad_norm_`` count the shards of all ranks: a collective call then.
 
-    It works under each name that the function was imported by. Models without sharded parameters use torch's function.
+    Models without sharded parameters use torch's function.
     """
-    function: Any = nn.utils.clip_grad_norm_
-    original = getattr(function, "__wrapped__", function)
 
-    @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Tensor | Iterable[Tensor],
         max_norm: float,
@@ -235,31 +216,16 @@ def _clip_over_ranks() -> None:
         owned = {id(param): (flat_param_of(param), param) for param in params}
         return clip(by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
 
-    if not _exchange(function, original, clip_grad_norm_):
-        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+    return seen_as(clip_grad_norm_, original)
 
 
-def _exchange(function: Any, original: Any, ours: Any) -> bool:
-    """Let ``function``, which wraps ``original``, call ``ours`` instead. Return False if that is impossible.
-
-    It changes the closure of ``function``, because other modules may have imported ``function`` already.
-    """
-    for cell in getattr(function, "__closure__", None) or ():
-        if cell.cell_contents is original:
-            cell.cell_contents = torch_calls.seen_as(ours, original)
-            return True
-    return False
-
-
-def _refuse_norms_of_shards() -> None:
+@units_live.replace("torch.nn.utils.clip_grad:_get_total_norm", test=_TEST, everywhere=True)
+def _refuse_norms_of_shards(original: Any) -> Any:
     """Let ``torch.nn.utils.get_total_norm`` refuse gradients of shards.
 
     It gets gradients without their parameters, and its callers expect no collective.
     """
-    function: Any = nn.utils.get_total_norm
-    original = getattr(function, "__wrapped__", function)
 
-    @functools.wraps(original)
     def get_total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -267,8 +233,7 @@ def _refuse_norms_of_shards() -> None:
         result: Tensor = original(tensors, *args, **kwargs)
         return result
 
-    if not _exchange(function, original, get_total_norm):
-        nn.utils.get_total_norm = get_total_norm
+    return seen_as(get_total_norm, original)
 
 
 def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
@@ -290,8 +255,12 @@ _WHOLE_ONLY = {  # class of an optimizer of torch -> why it cannot step shards
 }
 
 
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")
 def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook before each optimizer step. Raises: StateError for a class in ``_WHOLE_ONLY`` that would step shards."""
+    """Refuse steps of optimizers that would step shards and need whole parameters.
+
+    Raises: StateError for a class in ``_WHOLE_ONLY``.
+    """
     for name in [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _WHOLE_ONLY]:
         for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
             raise StateError(
@@ -299,11 +268,12 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             )
 
 
-def _refuse_averages(utils: Any) -> None:
+@units_live.replace(
+    "torch.distributed.algorithms.model_averaging.utils:average_parameters", test=_TEST, everywhere=True
+)
+def _refuse_averages(average: Callable[..., None]) -> Callable[..., None]:
     """Let torch's model averaging refuse shards: it would average shards of different parameters."""
-    average: Callable[..., None] = utils.average_parameters
 
-    @functools.wraps(average)
     def average_parameters(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         params = list(params)
         for unit, _ in _sharded_now(params):
@@ -314,17 +284,16 @@ def _refuse_averages(utils: Any) -> None:
             )
         average(iter(params), *args, **kwargs)
 
-    for module, name in names_of(average):
-        setattr(module, name, average_parameters)
+    return average_parameters
 
 
+@units_live.replace("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_", test=_TEST)
 def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:
-    """Wrap ``ShardedGradScaler.unscale_``: limit its flag of infinite gradients to 1.
+    """Limit the flag of infinite gradients of ``ShardedGradScaler`` to 1.
 
     torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
 
-    @functools.wraps(unscale)
     def counting_once(self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
         unscale(self, optimizer)
         if self.is_enabled():
@@ -334,14 +303,15 @@ def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer],
     return counting_once
 
 
+@units_live.replace("torch.amp.grad_scaler:GradScaler._unscale_grads_", test=_TEST)
+@units_live.replace("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler._unscale_grads_", test=_TEST)
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
-    """Wrap ``GradScaler._unscale_grads_`` so that all ranks skip a step together.
+    """Let all ranks skip a step of a gradient scaler together.
 
     Each rank sees infinite gradients in its own shards only, so the flags are all-reduced: a collective call if the
     optimizer steps sharded parameters.
     """
 
-    @functools.wraps(unscale)
     def agreeing(
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -4,7 +4,6 @@ No unit shards or reduces a parameter that is added later, so ranks would train 
 hooks check each addition; a step checks nothing. The wrapper calls ``seal`` and ``take_out`` after it has built a unit.
 """
 
-import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,8 +18,10 @@ from torch.nn.modules.module import (
 from ... import _C
 from ...common import optimizers
 from ..errors import StateError
-from .registry import owner_of_param
+from .registry import owner_of_param, units_live
 from .unit import Unit
+
+_TEST = "tests/fsdp/wrapper/test_fsdp_refusals.py"
 
 
 def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
@@ -53,14 +54,6 @@ def _refuse_step(unit: Unit, fqn: str, optimizer: str) -> None:
 _inside: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
-def watch_registrations() -> None:
-    """Register the hooks, once per process: before the first model is wrapped or loaded."""
-    register_module_parameter_registration_hook(_on_parameter)
-    _C.note_registration_hook()
-    register_module_module_registration_hook(_on_module)
-
-
 def seal(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuse trainable additions to ``modules`` of ``unit`` from now on. ``ignored``: parameters that stay allowed."""
     owner = weakref.ref(unit)
@@ -72,13 +65,17 @@ def sealed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if _unit_of(module)[0] is unit]
 
 
+@units_live.register(register_module_parameter_registration_hook, _TEST, _C.count_registration_hooks)
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse trainable parameters that are added after wrapping."""
     unit, ignored = _unit_of(module)
     if unit is not None and param is not None:
         _check(unit, ignored, module, name, param, name)
 
 
+@units_live.register(register_module_module_registration_hook, _TEST)
 def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    """Refuse modules with trainable parameters that are added after wrapping."""
     unit, ignored = _unit_of(module)
     if unit is None or added is None:
         return

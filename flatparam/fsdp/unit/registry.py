@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _C
 from ...common import optimizers
+from ...common.patches import Lifetime, flat_params_live
 from ..names import printable
 from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import Options
@@ -47,6 +48,7 @@ class Owner(Protocol):
         """The names of its flat parameters."""
 
 
+units_live = Lifetime("from the first model wrapped by flatparam's class to the last")
 _units: weakref.WeakSet[Owner] = weakref.WeakSet()
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak unit, its name there, index of its flat parameter)
@@ -55,6 +57,7 @@ _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak unit, its name the
 def own(unit: Owner) -> None:
     """Map the parameters of ``unit``, flat and original, and its modules to ``unit``."""
     _units.add(unit)
+    hold_changes(unit)
     optimizers.note_change()
     owner = weakref.ref(unit)
     for k, (name, flat_param) in enumerate(zip(unit.flat_names(), unit.flat_params, strict=True)):
@@ -63,6 +66,12 @@ def own(unit: Owner) -> None:
             _of_params[original.param] = owner, original.fqn, k
     for module in {module for module, _ in unit.places}:
         _owners[module] = owner
+
+
+def hold_changes(owner: Any) -> None:
+    """Keep our changes of torch in force as long as ``owner`` lives: a unit, or a wrapper that is being made."""
+    flat_params_live.hold(owner)
+    units_live.hold(owner)
 
 
 def replace_param(unit: Owner, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C
 from ...common.tensors import is_at
@@ -22,7 +23,7 @@ from ..errors import StateError
 from ..names import FLAT_PARAM
 from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import ParamInfo, check_not_rounded, same_bytes
-from .registry import Owner, all_units
+from .registry import Owner, all_units, units_live
 from .unit import Unit
 
 _active: "list[Summoned]" = []  # of this process, between enter() and leave()
@@ -42,8 +43,30 @@ def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
             )
 
 
-def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The hook before each optimizer step: call ``check_reduced`` now, or after the closure of ``step()``.
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/wrapper/test_fsdp_copies.py")
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer step that the end of ``summon_full_params`` would undo.
+
+    Raises: StateError naming the parameter and its unit.
+    """
+    for state in _active:
+        unit = state.unit
+        if state.writeback and state.with_grads and unit.options.use_orig_params:
+            continue  # whole parameters with whole gradients, written back
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+        for flat_param, param in unit.parameters():
+            if id(param) in stepped:
+                fqn = next((o.fqn for o in flat_param.originals if o.param is param), "the flat parameter")
+                raise StateError(
+                    f"optimizer.step() inside summon_full_params(): `{fqn}` of {unit.name} is whole there, and its "
+                    "optimizer steps the shard, so the step would be lost: step outside of it (or, with "
+                    "use_orig_params=True, summon with_grads=True and writeback=True for an optimizer without state)"
+                )
+
+
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/unit/test_fsdp_accumulation.py")
+def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Refuse steps with gradients that are not reduced yet; with a closure, after it.
 
     A closure may run the last micro-batch. Returns: None, or the arguments of ``step()`` with a checked closure.
     """
@@ -84,26 +107,6 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
                     f"{unit.name} comes from no_sync() and is not reduced over the ranks yet: run the last micro-batch "
                     "outside of no_sync(), or clear the gradients"
-                )
-
-
-def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook before each optimizer step: refuse a step that the end of ``summon_full_params`` would undo.
-
-    Raises: StateError naming the parameter and its unit.
-    """
-    for state in _active:
-        unit = state.unit
-        if state.writeback and state.with_grads and unit.options.use_orig_params:
-            continue  # whole parameters with whole gradients, written back
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
-        for flat_param, param in unit.parameters():
-            if id(param) in stepped:
-                fqn = next((o.fqn for o in flat_param.originals if o.param is param), "the flat parameter")
-                raise StateError(
-                    f"optimizer.step() inside summon_full_params(): `{fqn}` of {unit.name} is whole there, and its "
-                    "optimizer steps the shard, so the step would be lost: step outside of it (or, with "
-                    "use_orig_params=True, summon with_grads=True and writeback=True for an optimizer without state)"
                 )
 
 

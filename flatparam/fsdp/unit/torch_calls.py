@@ -1,26 +1,17 @@
 """Replace three functions of torch, so that a unit knows about calls around its forward.
 
-- The forward of reentrant checkpoints: backward recomputes one only if an input requires grad. Else its units would
-  not be trained, in silence.
-- ``swap_tensor``, which ``torch.func.functional_call`` uses: it puts other tensors in the place of parameters for a
-  call, and these are not the shard's.
-- ``Tensor.requires_grad_``: a view in the place of a parameter cannot be frozen, so the parameter is.
-
-Owns, for each thread, the stack of forwards and checkpoints that run. ``interop/patches.py`` calls ``watch``.
+Owns, for each thread, the stack of forwards and checkpoints that run.
 """
 
-import functools
 import threading
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from ... import _C
-from ...common.torch_private import _named_member_accessor
-from .registry import all_units
+from .registry import all_units, units_live
 
 
 class _UnderWay(threading.local):
@@ -66,14 +57,14 @@ def is_never_recomputed(by_default: bool) -> bool:
     return found and by_default
 
 
-@functools.cache
-def watch() -> None:
-    """Replace the three functions, once per process: before the first model is wrapped or loaded."""
-    _watch_exchanges()
-    _watch_freezing()
-    forward: Any = CheckpointFunction.forward
+@units_live.replace(
+    "torch.utils.checkpoint:CheckpointFunction.forward", test="tests/fsdp/unit/test_fsdp_frozen_inputs.py"
+)
+def _noted(forward: Any) -> Any:
+    """Note reentrant checkpoints. Backward recomputes one only if an input requires grad; else its units would not be
+    trained, in silence.
+    """
 
-    @functools.wraps(forward)
     def noted(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
         stack = _here.stack
         stack.append(("checkpoint", any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)))
@@ -82,8 +73,7 @@ def watch() -> None:
         finally:
             stack.pop()
 
-    checkpoint: Any = CheckpointFunction
-    checkpoint.forward = staticmethod(noted)
+    return noted
 
 
 # An attribute of a module while functional_call has exchanged some of its tensors. It maps each name to (the tensor
@@ -96,11 +86,13 @@ def is_exchanged(module: nn.Module, name: str) -> bool:
     return name in vars(module).get(_EXCHANGED, ())
 
 
-def _watch_exchanges() -> None:
-    """Note exchanged tensors. Exchange views too: Python reads a view in ``__dict__`` before ``_parameters``."""
-    swap = _named_member_accessor.swap_tensor
+@units_live.replace("torch.nn.utils._named_member_accessor:swap_tensor", test="tests/fsdp/unit/test_fsdp_training.py")
+def _swapping(swap: Any) -> Any:
+    """Note the tensors that ``torch.func.functional_call`` puts in the place of parameters: they are not the shard's.
 
-    @functools.wraps(swap)
+    Exchange views too: Python reads a view in ``__dict__`` before ``_parameters``.
+    """
+
     def swapping(module: nn.Module, name: str, tensor: Tensor, allow_missing: bool = False) -> Tensor:
         own = module.__dict__
         has_view = name in own and module._parameters.get(name) is not None
@@ -117,23 +109,21 @@ def _watch_exchanges() -> None:
             own[_EXCHANGED] = exchanged | {name: (before, own.pop(name) if has_view else None)}
         return before
 
-    _named_member_accessor.swap_tensor = seen_as(swapping, swap)
+    return seen_as(swapping, swap)
 
 
-def _watch_freezing() -> None:
+@units_live.replace("torch:Tensor.requires_grad_", test="tests/fsdp/unit/test_fsdp_unfreezing.py")
+def _freezing(original: Any) -> Any:
     """Let ``requires_grad_()`` of a view, which stands in a parameter's place during a forward, act on the parameter.
 
     A view has a history, so torch refuses to freeze it. An instance attribute ``requires_grad_`` on the view would be
     saved and copied with it, so the method of the class is replaced.
     """
-    tensor: Any = Tensor
-    original = tensor.requires_grad_
 
-    @functools.wraps(original)
     def requires_grad_(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self if _C.is_leaf(self) else _frozen_by(self), *args, **kwargs)
 
-    tensor.requires_grad_ = requires_grad_
+    return requires_grad_
 
 
 def _frozen_by(view: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Copy, pickle and move the wrapper, and start what watches torch.
-
-``watch_torch`` runs before any wrapper exists, made or loaded.
-"""
+"""Copy, pickle and move the wrapper."""
 
 import copy
 import copyreg
@@ -13,38 +10,31 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ...common import optimizers
 from ...common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
-from ...common.tensors import watch_exports
 from ...common.torch_private import leave_out_of_graphs
 from ..desync import liveness
 from ..desync.checked_collectives import settle
 from ..desync.unit_ids import assign_loaded
-from ..interop import patches
-from ..unit.additions import seal, sealed, watch_registrations
+from ..interop import backward_inputs  # noqa: F401  (it declares changes of torch)
+from ..unit.additions import seal, sealed
 from ..unit.base import W, Wrapper
-from ..unit.summon import check_before_step, refuse_step, refuse_unreduced
+from ..unit.registry import hold_changes
+from ..unit.summon import refuse_unreduced
 from ..unit.unit import Unit, units_of
-from . import dcp_helpers
+from . import dcp_helpers  # noqa: F401  (it declares changes of torch)
 from .arguments import first_name
 
 _CLOSED = "_closed"  # key in a pickle: the sealed modules
 
 
 def watch_torch(wrapper: Wrapper) -> None:
-    """Install all hooks and replaced functions that wrappers need. Call it before ``wrapper`` is made or loaded.
+    """Make the changes of torch that wrappers need. Call it before ``wrapper`` is made or loaded.
 
     Raises: OrderError if the store of the process group cannot be reached.
     """
     liveness.watching_worlds.hold(wrapper)
-    optimizers.ask_before(refuse_step)
-    optimizers.ask_before(check_before_step)
-    optimizers.watch()
-    watch_exports()
+    hold_changes(wrapper)
     leave_out_of_graphs()
-    patches.watch()
-    dcp_helpers.watch()
-    watch_registrations()
     liveness.enter()
 
 

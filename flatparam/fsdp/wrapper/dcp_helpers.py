@@ -1,43 +1,26 @@
 """Let ``torch.distributed.checkpoint.state_dict`` work on our units.
 
-Its functions use the name ``FSDP``, torch's class. ``watch`` changes that name, in that module alone, to a class that
-answers for both. ``copying.py`` calls ``watch``.
+Its functions use the name ``FSDP``, torch's class. It is changed, in that module alone, to a class that answers for
+both.
 """
 
-import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
 
-from ...common.after_import import after_import
 from ...common.torch_private import TorchsFSDP
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
 from ..states import optimizer, state_dict_type
 from ..unit import markers
 from ..unit.base import Wrapper
-from ..unit.registry import flat_param_of
+from ..unit.registry import flat_param_of, units_live
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
-
-
-@functools.cache
-def watch() -> None:
-    """Change the module when it is imported, or now if it is. Once per process."""
-    after_import(_MODULE, _teach)
-
-
-def _teach(helpers: Any) -> None:
-    """Replace the three names in ``helpers``. A torch release without them stays refused (``unit/markers.py``)."""
-    known = getattr(helpers, "FSDP", None)
-    if not (isinstance(known, type) and hasattr(helpers, _STATE_OF) and hasattr(helpers, "_get_fqns")):
-        return
-    helpers.FSDP = _Either
-    helpers._get_fqns = _names_of(helpers._get_fqns)
-    setattr(helpers, _STATE_OF, _state_of(getattr(helpers, _STATE_OF)))
-    markers.known_to_torch.add(_MODULE)
+_TEST = "tests/fsdp/states/test_torch_helpers.py"
 
 
 class _Class(type):
@@ -54,18 +37,29 @@ class _Either(metaclass=_Class):
     optim_state_dict_to_load = staticmethod(optimizer.optim_state_dict_to_load)
 
 
+@units_live.replace(f"{_MODULE}:FSDP", test=_TEST)
+def _either(known: Any) -> Any:
+    """Let the helpers for state dicts work on both classes. A torch release without their names stays refused."""
+    if not (isinstance(known, type) and all(hasattr(sys.modules[_MODULE], name) for name in (_STATE_OF, "_get_fqns"))):
+        return known
+    markers.known_to_torch.add(_MODULE)
+    return _Either
+
+
+@units_live.replace(f"{_MODULE}:{_STATE_OF}", test=_TEST)
 def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    """Let the helpers find a unit of our class."""
+
     def state_of(module: nn.Module) -> Any:
         return module if isinstance(module, Wrapper) else original(module)
 
     return state_of
 
 
+@units_live.replace(f"{_MODULE}:_get_fqns", test=_TEST)
 def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_fqns``: for a flat parameter it returns the FQNs of all its original parameters."""
+    """Give the FQNs of all original parameters of a flat parameter."""
 
-    @functools.wraps(original)
     def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         path, _, last = name.rpartition(".")
         flat_param = None

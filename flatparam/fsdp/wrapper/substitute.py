@@ -5,10 +5,10 @@ torch's own runtime keeps its class, so models that it has wrapped train on. ``f
 this file.
 """
 
-import functools
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed.fsdp as torch_package
 import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
 import torch.nn as nn
 
-from ...common.after_import import after_import, names_of
+from ...common.patches import Lifetime, names_of
 from ...common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
@@ -41,7 +41,9 @@ _EMPTY_ADAPTERS = (
 BREAKS = {"peft": ((0, 21), _EMPTY_ADAPTERS)}
 
 _originals: dict[str, ModuleType] = {}  # name of a module in sys.modules that is a _Both now -> torch's module
-_bound: list[tuple[ModuleType, str]] = []  # (module, name) that meant torch's class before install()
+installed = Lifetime("from `install(runtime=True)` to `uninstall()`")
+_warned: set[str] = set()  # names of trainers
+_TEST = "tests/fsdp/wrapper/test_fsdp_substitute.py"
 
 
 class _Both(ModuleType):
@@ -70,31 +72,32 @@ def _get_fsdp_handles(module: nn.Module) -> list[Any]:
     return [handle for handle in handles if handle is not None]
 
 
-def install() -> None:
-    """Put our class in the place of torch's. Does nothing if it is there already."""
-    if is_installed():
-        return
-    _bound.extend(place for place in names_of(TorchsFSDP) if not place[0].__name__.startswith(_KEEP))
-    for module, attribute in _bound:
+@installed.change("torch.distributed.fsdp:FullyShardedDataParallel", test=_TEST)
+def _bind() -> Iterator[None]:
+    """Let all names of torch's class mean flatparam's.
+
+    At the end the names of modules of torch that were imported since mean torch's class again too. Other modules that
+    imported the class since then keep flatparam's, as do imports from flatparam itself.
+    """
+    bound = [place for place in names_of(TorchsFSDP) if not place[0].__name__.startswith(_KEEP)]
+    for module, attribute in bound:
         setattr(module, attribute, FullyShardedDataParallel)
     _set(_Both(torch_file, **{NAME: FullyShardedDataParallel}))
     states = FullyShardedDataParallel.fsdp_modules
     _set(_Both(torch_traversal, _get_fsdp_states=states, _get_fsdp_handles=_get_fsdp_handles))
     FullyShardedDataParallel.is_in_place_of_torchs = True
-    for name in TESTED:
-        _watch(name)
+    yield
+    FullyShardedDataParallel.is_in_place_of_torchs = False
+    _set(torch_file)
+    _set(torch_traversal)
+    since = [place for place in names_of(FullyShardedDataParallel) if place[0].__name__.split(".")[0] == "torch"]
+    for module, attribute in (*bound, *since):
+        if getattr(module, attribute, None) is FullyShardedDataParallel:
+            setattr(module, attribute, TorchsFSDP)
 
 
-@functools.cache
-def _watch(name: str) -> None:
-    """Check the version of the trainer ``name`` now, or when it is imported."""
-    after_import(name, _warn_of_version)
-
-
-def _warn_of_version(trainer: ModuleType) -> None:
-    name, version = trainer.__name__, str(getattr(trainer, "__version__", "of no version"))
-    if not is_installed():
-        return
+def _warn_of_version(name: str) -> None:
+    version = str(getattr(sys.modules[name], "__version__", "of no version"))
     tested = TESTED[name]
     if not f"{version}.".startswith(tuple(f"{release}." for release in tested)):
         warnings.warn(
@@ -108,19 +111,18 @@ def _warn_of_version(trainer: ModuleType) -> None:
         warnings.warn(what.format(version=version), stacklevel=2)
 
 
-def uninstall() -> None:
-    """Let the names that ``install()`` changed mean torch's class again, also in torch modules imported since.
+def _watch(name: str) -> None:
+    @installed.change(name, test=_TEST)
+    def warn() -> Iterator[None]:
+        """Warn once of a trainer of another version than was tested, now or when it is imported."""
+        if name not in _warned:
+            _warned.add(name)
+            _warn_of_version(name)
+        yield
 
-    Other modules that imported the class since ``install()`` keep flatparam's, as do imports from flatparam itself.
-    """
-    FullyShardedDataParallel.is_in_place_of_torchs = False
-    _set(torch_file)
-    _set(torch_traversal)
-    since = [place for place in names_of(FullyShardedDataParallel) if place[0].__name__.split(".")[0] == "torch"]
-    for module, attribute in (*_bound, *since):
-        if getattr(module, attribute, None) is FullyShardedDataParallel:
-            setattr(module, attribute, TorchsFSDP)
-    _bound.clear()
+
+for _name in TESTED:
+    _watch(_name)
 
 
 def is_installed() -> bool:
