@@ -5,6 +5,7 @@ torch's FullyShardedDataParallel makes one handle for each unit, and its runtime
 
 import contextlib
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -358,6 +359,9 @@ class FlatParamHandle(Handle):
     _training_state = property(recovery.training_state, recovery.set_training_state)
 
 
+for _name, _value in vars(FlatParamHandle).items():
+    if isinstance(_value, FunctionType):  # tracebacks, and pickles of bound methods, name a function by torch's name
+        _value.__name__ = _name
 _constructor = FlatParamHandle.__init__
 FlatParamHandle._own_methods = {
     name: value

@@ -130,7 +130,7 @@ def a_forward_inside_of_a_summon(uo):
         block.__enter__()
         with contextlib.suppress(AssertionError):
             model(data(3))
-        said = "a forward inside of it has resharded it|Expects tensor to be unsharded"
+        said = "a forward inside of it has resharded them|Expects tensor to be unsharded"
         with pytest.raises((RuntimeError, AssertionError), match=said):
             block.__exit__(None, None, None)
         flatparam.reset_state(model)
