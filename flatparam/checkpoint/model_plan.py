@@ -38,11 +38,11 @@ class ModelPlan:
     ``names``: parameter or buffer that is written -> its names in the files, whose values must be equal. ``base``:
     parameter -> its name in the base: the checkpoint has no values. ``taken``: the outcome of the modules' own load.
     ``alike``: names that modules wrote and none loads, and that the model has as the files do.
-    ``rounded``: (name, dtype in the file, dtype here). ``into``: returns where a parameter's elements are read to.
+    ``rounded``: (name, dtype in the file, dtype here).
     """
 
-    def __init__(self, module: nn.Module, into: Callable[[LocalParam], Tensor] = lambda held: held.flat):
-        self.module, self._into = module, into
+    def __init__(self, module: nn.Module):
+        self.module = module
         self.taken: Taken | None = None
         self.reads: list[Read] = []
         self.names: dict[LocalParam, list[str]] = {}
@@ -60,11 +60,12 @@ class ModelPlan:
         values: Mapping[str, Any] = _NOTHING,
         about: Mapping[str, Any] = _NOTHING,
         strict: bool = False,
+        into: Callable[[LocalParam], Tensor] = lambda held: held.flat,
     ) -> None:
         """Let the modules load by their own code, and plan the reads of all other values into ``held``.
 
         Args: ``own``: boxes that this rank saved alone; they replace the model's. ``values``, ``about``: as for
-        ``take``. ``strict``: a base must fit in every name and dtype.
+        ``take``. ``strict``: a base must fit in every name and dtype. ``into``: returns where to read a parameter.
         Raises: CheckpointError naming tensors whose shape or kind of dtype does not fit; as ``take``. The caller then
         calls ``undo``.
         """
@@ -79,7 +80,7 @@ class ModelPlan:
             if of_base is not None:
                 self.base[one] = of_base
             elif here:
-                self._plan_reads(one, here[:1] if here[0] in own else here, chunks_of)
+                self._plan_reads(one, here[:1] if here[0] in own else here, chunks_of, into(one))
             else:
                 self.missing.append(one.name)
         self.unexpected = [name for name in source.model if name not in known]
@@ -92,12 +93,14 @@ class ModelPlan:
         if base:
             check_names(base, self.base, known, strict)
 
-    def _plan_reads(self, one: LocalParam, names: list[str], chunks_of: Mapping[str, list[Chunk]]) -> None:
+    def _plan_reads(
+        self, one: LocalParam, names: list[str], chunks_of: Mapping[str, list[Chunk]], into: Tensor
+    ) -> None:
         for name in names:
             check_fits(name, chunks_of[name], one.shape, one.flat.dtype)
         self.names[one] = names
         chunks = chunks_of[names[0]]
-        self.reads += reads_of(names[0], chunks, one.dense, one.start, self._into(one))
+        self.reads += reads_of(names[0], chunks, one.dense, one.start, into)
         stored = chunks[0].torch_dtype(names[0])
         if rounds(stored, one.flat.dtype):
             self.rounded.append((names[0], stored, one.flat.dtype))

@@ -86,7 +86,7 @@ class _Loading:
         self._module = module
         self._read: dict[LocalParam, Tensor] = {}  # target -> the elements read: in place, or in a copy
         self._reader: Files | None = None
-        self._plan = ModelPlan(module, self._into)
+        self._plan = ModelPlan(module)
 
     def plan(self, files: Paths, strict: bool) -> None:
         """Check all names and read this rank's elements. Raises: an exception; the caller then calls ``undo``."""
@@ -95,7 +95,7 @@ class _Loading:
         reader = self._reader = Files(files)
         source, plan = _Given(reader), self._plan
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
-            plan.plan(held, source)
+            plan.plan(held, source, into=self._into)
         lines = [
             f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + "."
             for kind, names in (("Missing", plan.missing), ("Unexpected", plan.unexpected))
