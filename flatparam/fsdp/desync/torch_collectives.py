@@ -5,15 +5,14 @@ result is valid for the current stream. ``Hooked`` and ``Faked`` stand in for th
 where the user leaves collectives out to measure time. The module does not know units.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...common.collectives import NAMES, torchs
+from ...common.patches import flat_params_live
 from ...common.switches import Fakes
 
 if TYPE_CHECKING:
@@ -63,11 +62,20 @@ def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
 agree = all_reduce  # of flags ``[units]``: nonzero where some rank calls a unit stale
 
 
-class _WithoutStreams(TorchFunctionMode):
-    """Lets torch's compressing hooks work on a CPU: they record a stream, which a CPU lacks."""
+@flat_params_live.replace(
+    "torch.distributed.algorithms._comm_hooks.default_hooks:_decompress",
+    test="tests/fsdp/wrapper/test_fsdp_settings.py",
+)
+def _decompressed(decompress: Any) -> Any:
+    """Let torch's compressing hooks work on a CPU: they record a stream, which a CPU lacks."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if func is Tensor.record_stream else func(*args, **(kwargs or {}))
+    def decompressed(state: Any, grad: Tensor) -> None:
+        if grad.is_cpu:
+            grad.data = grad.data.to(state.parameter_type)
+        else:
+            decompress(state, grad)
+
+    return decompressed
 
 
 class Hooked:
@@ -84,15 +92,11 @@ class Hooked:
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook fill ``output``."""
-        self._call(whole, output)
+        self.hook(self.state, whole, output)
 
     def all_reduce(self, tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook change ``tensor``."""
-        self._call(tensor)
-
-    def _call(self, *tensors: Tensor) -> None:
-        with _WithoutStreams() if tensors[0].is_cpu else contextlib.nullcontext():
-            self.hook(self.state, *tensors)
+        self.hook(self.state, tensor)
 
 
 class Faked:
