@@ -10,7 +10,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PYTHON_LINES, C_LINES = 18_949, 18_341
+PYTHON_LINES, C_LINES = 18_949, 18_345
 FILE_LINES = 700  # with comments
 SPACE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
