@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded():
         with pytest.raises(ValueError, match=r"expected `last.weight` to have shape \(1, 5\), got \(5, 1\)"):
             traced.load_full_state_dict(model, {**state, "last.weight": torch.ones(5, 1)})
         assert all(torch.equal(value, before[name]) for name, value in traced.full_state_dict(model).items())
-        with pytest.raises(TypeError, match=r"expected the model that shard\(\) returned, before torch.compile, got a Linear"):
+        with pytest.raises(TypeError, match=r"expected the model that shard\(\) returned, .* got a Linear"):
             traced.full_state_dict(nn.Linear(1, 1))
 
 
