@@ -405,7 +405,7 @@ class _Imports(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self.wanted:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
+        finders = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]  # as Python does
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:

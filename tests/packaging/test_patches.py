@@ -247,6 +247,15 @@ CASES = {
         gc.collect()
         check(before)
         """,
+    "a finder of others that finds nothing": """
+        model = wrap()
+        class Old:  # has no find_spec(): Python up to 3.11 calls this instead, later ones go on
+            find_module = staticmethod(lambda name, path=None: None)
+        sys.meta_path.insert(1, Old)
+        import torch.distributed.checkpoint.default_planner as planner
+        sys.meta_path.remove(Old)
+        assert is_ours(planner.create_default_local_save_plan)
+        """,
     "modules that are not imported": """
         before = snapshot()
         model = wrap()
