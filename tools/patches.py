@@ -8,6 +8,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from pages import keep
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "patches.md"
@@ -45,12 +47,7 @@ def main(arguments: list[str]) -> int:
 
     found = [f"{entry.targets}: no test {entry.test!r}" for entry in TABLE if not (ROOT / entry.test).is_file()]
     found += [f"{entry.targets}: does not say why" for entry in TABLE if not entry.why]
-    if arguments != ["--check"]:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        found.append(f"{PAGE} is out of date: run python tools/patches.py")
-    print(*found, sep="\n", end="\n" if found else "")
-    return bool(found)
+    return keep(PAGE, text, found, arguments, "python tools/patches.py")
 
 
 if __name__ == "__main__":

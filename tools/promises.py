@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pages import keep
+
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 PAGE = TESTS / "PROMISES.md"
 TOP = """\
@@ -62,14 +64,7 @@ def faults() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    found = list(faults())
-    if arguments == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text() != page():
-            found.append(f"{PAGE} is out of date: run python tools/promises.py")
-    else:
-        PAGE.write_text(page())
-    print(*found, sep="\n", end="\n" if found else "")
-    return bool(found)
+    return keep(PAGE, page(), list(faults()), arguments, "python tools/promises.py")
 
 
 if __name__ == "__main__":
