@@ -238,12 +238,13 @@ class Watched(dist.Store):
         self.store, self.looks, self.failing = store, 0, 0
 
     def check(self, keys):
-        if keys[0].endswith("there/broken"):  # first of all
-            self.looks += 1
-            if self.failing > 0:
+        try:
+            if keys[0].endswith("there/broken") and self.failing > 0:
                 self.failing -= 1
                 raise RuntimeError("out of reach")
-        return self.store.check(keys)
+            return self.store.check(keys)
+        finally:
+            self.looks += keys[0].endswith("there/broken")  # the first question of a look, which has its answer now
 
     def set(self, key, value):
         self.store.set(key, value)
@@ -258,7 +259,7 @@ class Watched(dist.Store):
         return self.store.get(key)
 
     def wait_for_looks(self, n):
-        """Until so many more have begun; when the second one has, the first has ended."""
+        """Until so many more have asked whether the watch is broken; when the second one has, the first has ended."""
         begin, wanted = time.monotonic(), self.looks + n
         while self.looks < wanted:
             assert time.monotonic() - begin < 30.0
@@ -300,7 +301,7 @@ def test_a_watch_ends_with_the_board(watched):
 def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(watched):
     board, _, of_both = watched
     store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
-    watch = Watch(board, of_both)
+    watch = Watch(board, of_both, interval=1.0)  # long enough to set the key before the next look
     dist.destroy_process_group()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
     store.set("broken", "in the world before")
