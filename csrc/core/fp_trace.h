@@ -34,41 +34,41 @@ typedef enum {
 typedef struct fp_trace fp_trace;
 
 fp_trace *fp_trace_new(void); /* NULL: no memory */
-void fp_trace_free(fp_trace *order);
+void fp_trace_free(fp_trace *trace);
 
 /* Note an event, < FP_TRACE_MISSED, that is about to begin. new_pass: 1: it is the first event of a pass. *verdict is written
  * with FP_OK only. FP_EINVAL, FP_ENOMEM: nothing has changed. */
-fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict);
+fp_status fp_trace_note(fp_trace *trace, uint64_t event, int new_pass, fp_trace_verdict *verdict);
 /* The event that was noted last has begun. Without this call before the next event is noted, the event counts as missed: an
  * exception came between. Predictions follow from it as if it had begun. */
-void fp_trace_begin(fp_trace *order);
+void fp_trace_begin(fp_trace *trace);
 /* Code begins it that an exception may leave before or after the begin. If it is missed, nobody knows whether it has begun. */
-void fp_trace_launch(fp_trace *order);
+void fp_trace_launch(fp_trace *trace);
 /* 1: events were missed since the last fp_trace_confirm_not_begun(). *index is the first of them, *digest a digest of all, 0 if
  * one of them was launched. 0: none was missed, and nothing is written. */
-int fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest);
+int fp_trace_missed(const fp_trace *trace, int64_t *index, uint64_t *digest);
 /* The processes have found out that none of them has begun the missed events: forget that they were missed. */
-void fp_trace_confirm_not_begun(fp_trace *order);
+void fp_trace_confirm_not_begun(fp_trace *trace);
 
 /* ---- other threads may call these, too ---- */
-int64_t fp_trace_count(const fp_trace *order);  /* events so far */
-int64_t fp_trace_passes(const fp_trace *order); /* passes that these events began */
+int64_t fp_trace_count(const fp_trace *trace);  /* events so far */
+int64_t fp_trace_passes(const fp_trace *trace); /* passes that these events began */
 
 /* 1: *event and *new_pass are those of the event with this index, counted from 0; 0: it is not noted yet, or too old. */
-int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
+int fp_trace_at(const fp_trace *trace, int64_t index, uint64_t *event, int *new_pass);
 
 /* 1: the event with this index has begun; 0: it has not, or is not found. */
-int fp_trace_has_begun(const fp_trace *order, int64_t index);
+int fp_trace_has_begun(const fp_trace *trace, int64_t index);
 
 typedef enum {
     FP_TRACE_WHOLE,
     FP_TRACE_BROKEN, /* the processes differ in their events, or one of them has ended */
     FP_TRACE_LOST,   /* and a collective was aborted, so its tensors have no values. No way back to BROKEN */
 } fp_trace_state;
-fp_trace_state fp_trace_broken(const fp_trace *order);
-void fp_trace_set_broken(fp_trace *order, fp_trace_state broken);
+fp_trace_state fp_trace_broken(const fp_trace *trace);
+void fp_trace_set_broken(fp_trace *trace, fp_trace_state broken);
 
-/* Let fp_trace_break(order) break other, too, which may be freed before order. FP_ENOMEM: nothing has changed. One thread at a
+/* Let fp_trace_break(trace) break other, too, which may be freed before trace. FP_ENOMEM: nothing has changed. One thread at a
  * time may call this, while others call fp_trace_break(). */
-fp_status fp_trace_join(fp_trace *order, fp_trace *other);
-void fp_trace_break(fp_trace *order, fp_trace_state how); /* order, and all that were joined to it */
+fp_status fp_trace_join(fp_trace *trace, fp_trace *other);
+void fp_trace_break(fp_trace *trace, fp_trace_state how); /* trace, and all that were joined to it */
