@@ -1,7 +1,8 @@
-/* module/fp_block_py.c -- the heap type flatparam._C.Block: what is begun for a with statement and surely ended after it. */
+/* module/fp_block_py.c -- the heap type flatparam._C.Block: a context manager whose end() runs even if Ctrl-C interrupts it.
+ * flatparam/common/warned.py and flatparam/dropin/handle.py use it. */
 #include "module/fp_tables.h"
 
-enum { MOST_ENDS = 3 }; /* of one that is interrupted again and again */
+enum { MOST_ENDS = 3 }; /* calls of end() at most: Ctrl-C may interrupt each of them */
 
 typedef struct {
     PyObject_HEAD
@@ -49,7 +50,7 @@ block_dealloc(PyObject *self)
     fp_free_object(self);
 }
 
-/* Between these calls no signal is looked at, so that none comes where nobody would call end again. */
+/* Python handles no signal between these calls of end(), so Ctrl-C can raise only inside of one, and end() is called again. */
 static int
 end_it(const block_object *self)
 {
@@ -81,7 +82,7 @@ block_enter(block_object *self, PyObject *ignored)
     if (result == NULL) {
         PyObject *error = PyErr_GetRaisedException();
         if (end_it(self) < 0) {
-            PyErr_Clear(); /* it follows from the other */
+            PyErr_Clear(); /* the exception of begin() is its cause */
         }
         PyErr_SetRaisedException(error);
     }
@@ -95,17 +96,20 @@ block_exit(block_object *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyMethodDef block_methods[] = {
-    {"__enter__", FP_METHOD(block_enter), METH_NOARGS, "__enter__($self, /)\n--\n\nWhat begin() returns."},
+    {"__enter__", FP_METHOD(block_enter), METH_NOARGS,
+     "__enter__($self, /)\n--\n\nCall begin() and return its result. "
+     "If begin() raises, call end() and raise the exception of begin()."},
     {"__exit__", FP_METHOD(block_exit), METH_FASTCALL,
-     "__exit__($self, *exception)\n--\n\nCall end(). False: the exception goes on."},
+     "__exit__($self, *exception)\n--\n\nCall end(). Return False: an exception of the block goes on."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot block_slots[] = {
-    {Py_tp_doc,
-     "Block(begin, end)\n--\n\nA context of a with statement: begin() when it is entered, end() when it is left, "
-     "and when begin() raises.\n\nend() is called again where it raises, as for Ctrl-C, up to three times: it "
-     "goes on where it was, and does nothing where nothing is left. What it has raised first is raised then."},
+    {Py_tp_doc, "Block(begin, end)\n--\n\n"
+                "A context manager. The with statement calls begin() when it is entered, and end() when it is left "
+                "or begin() has raised.\n\n"
+                "If end() raises, as for Ctrl-C, it is called again, three times at most. It must go on where it was "
+                "interrupted, and do nothing if nothing is left. Then its first exception is raised."},
     {Py_tp_new, block_new},
     {Py_tp_dealloc, block_dealloc},
     {Py_tp_traverse, block_traverse},

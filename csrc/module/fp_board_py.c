@@ -1,4 +1,4 @@
-/* module/fp_board_py.c -- the heap type flatparam._C.Board: what ranks tell each other of their end; see desync/fp_board.h. */
+/* module/fp_board_py.c -- the heap type flatparam._C.HealthBoard: the Python type of desync/fp_board.h and fp_watch.h. */
 #include "module/fp_tables.h"
 #include "runtime/fp_trace_py.h"
 #include "desync/fp_watch.h"
@@ -162,49 +162,65 @@ board_watch(board_object *self, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef board_methods[] = {
     {"appear", FP_METHOD(board_appear), METH_O,
-     "appear($self, since, /)\n--\n\nLet others find this process, and a thread answer their calls.\n\n"
-     "since: when its world or process began, in seconds of the wall clock: older signs of others count for nothing."},
+     "appear($self, since, /)\n--\n\n"
+     "Publish the process of this rank, and start the thread that answers calls of other ranks.\n\n"
+     "since: seconds of the wall clock at which this world, or this process, began. Processes that were published "
+     "before are ignored."},
     {"join", FP_METHOD(board_join), METH_O,
-     "join($self, generation, /)\n--\n\nPost and read below the name of this generation, to which ranks have come "
-     "alike."},
+     "join($self, generation, /)\n--\n\nKeep later posts and numbers below generation, a str, in the store. "
+     "All ranks pass the same generation."},
     {"enter", FP_METHOD(board_enter), METH_NOARGS,
-     "enter($self, /)\n--\n\nFrom now on this rank reads what others post."},
+     "enter($self, /)\n--\n\nCount this rank as a member: it reads posts from now on."},
     {"finish", FP_METHOD(board_finish), METH_NOARGS,
-     "finish($self, /)\n--\n\nLet the others know that this rank comes to nothing any more, and that all is well."},
-    {"stop", FP_METHOD(board_stop), METH_NOARGS, "stop($self, /)\n--\n\nAnswer no more, and let watch() return."},
+     "finish($self, /)\n--\n\n"
+     "Publish that this rank has finished. The others then do not report that its process was killed."},
+    {"stop", FP_METHOD(board_stop), METH_NOARGS,
+     "stop($self, /)\n--\n\nStop the thread that answers calls, and let watch() return. Waits 0.5 s at most."},
     {"post", FP_METHOD(board_post), METH_O,
-     "post($self, text, /)\n--\n\nLet the others know why this rank ends: the number of the post."},
+     "post($self, text, /)\n--\n\nPost text as the reason why this rank ends. "
+     "Return the number of the post, counted from 1 in this generation."},
     {"number", FP_METHOD(board_number), METH_O,
-     "number($self, key, /)\n--\n\nWhat is counted at 'members', those who have entered, or at 'readers of N'."},
+     "number($self, key, /)\n--\n\nRead a counter of this generation. "
+     "'members': how many ranks have entered. 'readers of N': how many ranks have read post N."},
     {"look", FP_METHOD(board_look), METH_FASTCALL,
-     "look($self, waited, processes, /)\n--\n\nRead what is posted; whether all of it could be read.\n\n"
-     "processes: look for those of this machine that have ended; waited: how many seconds this rank has waited: if for "
-     "long, it calls the others."},
+     "look($self, waited, processes, /)\n--\n\nLook once for ranks that do not come; said() then has the reasons. "
+     "Return whether all posts that were announced could be read.\n\n"
+     "waited: seconds for which this rank has waited for others. After a while it calls all ranks. "
+     "processes: look for ended processes of this machine, too."},
     {"call", FP_METHOD(board_call), METH_NOARGS,
-     "call($self, /)\n--\n\nCall all ranks: the number of the call; 0: none answers calls."},
+     "call($self, /)\n--\n\nCall all ranks, and do not wait for answers. "
+     "Return the number of the call, from 1; 0: no rank answers calls."},
     {"miss_silent", FP_METHOD(board_miss_silent), METH_O,
-     "miss_silent($self, call, /)\n--\n\nMiss the ranks that have not answered this call yet."},
-    {"said", FP_METHOD(board_said), METH_NOARGS, "said($self, /)\n--\n\nWhy ranks have ended, by rank."},
+     "miss_silent($self, call, /)\n--\n\nNote each rank that answers calls and has not answered this one."},
+    {"said", FP_METHOD(board_said), METH_NOARGS,
+     "said($self, /)\n--\n\nReturn a dict from ranks to texts: the reason why a rank does not come."},
     {"entered", FP_METHOD(board_entered), METH_NOARGS,
-     "entered($self, /)\n--\n\nWhere the ranks that have entered are, by rank."},
+     "entered($self, /)\n--\n\n"
+     "Return a dict from ranks to texts: the process number, its start in ticks, and the machine of each rank that has "
+     "appeared."},
     {"around_wait", FP_METHOD(board_around), METH_VARARGS,
      "around_wait($self, group, device, wait, /)\n--\n\n"
-     "Call wait(), in which the current stream begins to wait for a collective that Python has begun over a group."},
+     "Call wait(), in which the current stream of device, as 'cuda', begins to wait for a collective over group that "
+     "Python has issued. watch() sees by it that the device waits."},
     {"watch", FP_METHOD(board_watch), METH_VARARGS | METH_KEYWORDS,
      "watch($self, /, trace, group, device, prefix, ranks, interval)\n--\n\n"
-     "Look after the ranks of a group every interval seconds, without the GIL.\n\n"
-     "True: they differ, or one is lost or comes to nothing that this rank waits for; trace is broken and the "
-     "communicator aborted. False: the group was destroyed, or stop() was called."},
+     "Look after the ranks of a group every interval seconds. It blocks, without the GIL.\n\n"
+     "device: the type of the device that waits for collectives, as 'cuda'. "
+     "prefix: begins the keys by which the ranks ask each other in the store. "
+     "ranks: the world ranks of the group, in the group's order.\n\n"
+     "True: the ranks differ, or one of them is lost. trace is broken then, and the communicator is aborted. "
+     "False: the group was destroyed, or stop() was called. "
+     "RuntimeError: torch has no such group or device, or its backend cannot abort."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot board_slots[] = {
-    {Py_tp_doc,
-     "HealthBoard(group, prefix, beat, own)\n--\n\nWhat the ranks of a world tell each other through its store, "
-     "below prefix.\n\n"
-     "group: the name under which C++ knows the world; beat: seconds without an answer after which a "
-     "process counts as "
-     "stopped, 0: never; own: over a connection of its own."},
+    {Py_tp_doc, "HealthBoard(group, prefix, beat, own)\n--\n\n"
+                "The health board of a world: its ranks report in the store why they end, and show that they "
+                "live.\n\ngroup: the name under which torch registered the process group of the world. "
+                "prefix: begins all keys in the store. "
+                "beat: seconds; a rank that answers no call for so long counts as stopped. 0: no rank is called. "
+                "own: use a second connection to the store."},
     {Py_tp_new, board_new},
     {Py_tp_dealloc, board_dealloc},
     {Py_tp_methods, board_methods},

@@ -1,11 +1,11 @@
-/* module/fp_core_py.c -- wrappers of core/fp_boxes and core/fp_report, and what a shard holds. */
+/* module/fp_core_py.c -- wrappers of core/fp_boxes and core/fp_report, and the columns of the parameters in a shard. */
 #include "module/fp_tables.h"
 
 #include "core/fp_alloc.h"
 #include "core/fp_boxes.h"
 #include "core/fp_report.h"
 
-/* Append to columns what each of fields says of parameter i, and to the one after them (first, last) of its info. */
+/* Append item i of each of the n fields to its column, and (first, last) of the shard info to the column after them. */
 static int
 add_held(PyObject *const *columns, PyObject *info, PyObject *const *fields, Py_ssize_t n, Py_ssize_t i)
 {
@@ -157,15 +157,20 @@ read_report(PyObject *module, PyObject *said)
 
 PyMethodDef fp_core_methods[] = {
     {"held", FP_METHOD(held), METH_FASTCALL,
-     "held($module, infos, /, *fields)\n--\n\n(*values of fields, (first, last) elements) of the parameters that the "
-     "shard has something of by their infos; a tuple each."},
+     "held($module, infos, /, *fields)\n--\n\n"
+     "Return a tuple of columns about the parameters of which the shard has elements. "
+     "There is a column for each of fields, with its values for these parameters, and then one of (first, last) "
+     "element, counted in the parameter and inclusive.\n\ninfos: torch's shard infos, one a parameter."},
     {"boxes_of_range", FP_METHOD(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
-     "Elements [begin, end) of a row-major shape as boxes of consecutive elements: a list of (offsets, sizes)."},
+     "Cut elements [begin, end) of a row-major shape into boxes of consecutive elements. "
+     "Return a list of (offsets, sizes), in the order of their first elements."},
     {"write_report", FP_METHOD(write_report), METH_FASTCALL,
-     "write_report($module, rank, step, event, text, /)\n--\n\nThe text of a report for the store. read_report() gives "
-     "the four back; lone surrogates in text are escaped."},
+     "write_report($module, rank, step, event, text, /)\n--\n\n"
+     "Return the text in which a rank reports a collective, or an exception, in the store. "
+     "read_report() gives the four back; lone surrogates in text are escaped. ValueError: a number is negative."},
     {"read_report", read_report, METH_O,
-     "read_report($module, report, /)\n--\n\n(rank, step, event, text) of a text of write_report()."},
+     "read_report($module, report, /)\n--\n\n"
+     "Return (rank, step, event, text) of a text that write_report() has returned. ValueError: it is no such text."},
     {NULL, NULL, 0, NULL},
 };

@@ -44,6 +44,7 @@ set_exit_status(PyObject *module, PyObject *object)
 PyMethodDef fp_exit_methods[] = {
     {"set_exit_status", FP_METHOD(set_exit_status), METH_O,
      "set_exit_status($module, status, /)\n--\n\n"
-     "End this process with status, from 0 to 255, where it would end with 0. With glibc; else nothing changes."},
+     "Let this process end with status, from 0 to 255, if it would end with 0. "
+     "It has an effect with glibc only. ValueError: another status."},
     {NULL, NULL, 0, NULL},
 };

@@ -56,20 +56,23 @@ gather_is_completed(gather_object *self, PyObject *ignored)
 
 static PyMethodDef gather_methods[] = {
     {"begin", FP_METHOD(gather_begin), METH_FASTCALL,
-     "begin($self, output, shard, /)\n--\n\nBegin to gather the shard of every rank into output, in rank order. "
-     "RuntimeError if one is under way."},
+     "begin($self, output, shard, /)\n--\n\n"
+     "Begin to gather the shard of every rank into output, in rank order. Both are 1-D. "
+     "RuntimeError: a gather is pending."},
     {"wait", FP_METHOD(gather_wait), METH_NOARGS,
-     "wait($self, /)\n--\n\nUntil it has ended; on an accelerator the current stream waits. False: it has not, and a "
-     "moment is over (sliced). RuntimeError: it has failed, and is forgotten."},
+     "wait($self, /)\n--\n\nWait until the gather has ended; on an accelerator the current stream waits. "
+     "True: it has ended, or none was begun. False: sliced, and 300 ms are over. RuntimeError: it has failed; the next "
+     "one may begin."},
     {"is_completed", FP_METHOD(gather_is_completed), METH_NOARGS,
-     "is_completed($self, /)\n--\n\nWhether none is under way, as torch's Work says it of one."},
+     "is_completed($self, /)\n--\n\nReturn whether no gather is pending, as Work.is_completed() of torch does."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot gather_slots[] = {
-    {Py_tp_doc,
-     "Gather(group, name, sliced)\n--\n\nThe all-gathers of one unit over a process group, one at a time.\n\n"
-     "name: under which C++ knows the group; sliced: its waits can be left and begun again."},
+    {Py_tp_doc, "Gather(group, name, sliced)\n--\n\n"
+                "The all-gathers of one unit over a process group, one at a time.\n\n"
+                "name: the name under which torch registered the group. "
+                "sliced: a wait returns after 300 ms, and may be repeated."},
     {Py_tp_new, gather_new},
     {Py_tp_dealloc, gather_dealloc},
     {Py_tp_methods, gather_methods},

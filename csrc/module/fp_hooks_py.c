@@ -88,9 +88,11 @@ remove_unless_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 PyMethodDef fp_hooks_methods[] = {
     {"remove_unless_read", FP_METHOD(remove_unless_read), METH_FASTCALL,
-     "remove_unless_read($module, container, entry, reader, /)\n--\n\nRemove entry, a key of a dictionary or an item "
-     "of a "
-     "list, unless a thread runs reader: a code, or any code that has this global name. Return whether it was "
-     "removed."},
+     "remove_unless_read($module, container, entry, reader, /)\n--\n\n"
+     "Remove entry from container, and return whether it was removed. "
+     "Nothing is removed while a thread runs reader: a code object, or a str for all code that uses the global of this "
+     "name.\n\n"
+     "entry: a key of a dictionary, or an item of a list. An entry that is gone already counts as removed. TypeError: "
+     "container is neither."},
     {NULL, NULL, 0, NULL},
 };

@@ -233,7 +233,7 @@ array_of(const fp_layout *layout, int which)
     }
 }
 
-/* An array as a tuple, which is made once: who looks parameters up one by one asks for each. */
+/* An array as a tuple. It is made once, because callers look up one parameter after the other. */
 static PyObject *
 layout_get_array(layout_object *self, void *closure)
 {
@@ -247,15 +247,20 @@ layout_get_array(layout_object *self, void *closure)
 
 static PyMethodDef layout_methods[] = {
     {"shard_range", FP_METHOD(layout_shard_range), METH_FASTCALL,
-     "shard_range($self, rank, /)\n--\n\nThe elements (begin, end) of a rank's padded shard."},
+     "shard_range($self, rank, /)\n--\n\n"
+     "Return (begin, end) of a rank's padded shard, in elements of the flat parameter. "
+     "ShardError unless 0 <= rank < world_size."},
     {"params_in", FP_METHOD(layout_params_in), METH_FASTCALL,
-     "params_in($self, begin, end, /)\n--\n\nThe range of the parameters with elements in [begin, end)."},
+     "params_in($self, begin, end, /)\n--\n\n"
+     "Return the range of the indices of the parameters that have elements in [begin, end)."},
     {"parts", FP_METHOD(layout_parts), METH_FASTCALL,
      "parts($self, begin, end, /)\n--\n\n"
-     "What [begin, end) holds of those: a list of (offset in the range, numel, start, inclusive end)."},
+     "Return a list of (offset in the range, numel, start, inclusive end) of the parameters in [begin, end). "
+     "numel, start and end are elements of the parameter."},
     {"flatten", FP_METHOD(layout_flatten), METH_FASTCALL,
-     "flatten($self, tensors, fill, begin, end, /)\n--\n\nA new 1-D tensor of elements [begin, end) of the flat "
-     "parameter: the tensors at their places, fill between them, zeros past the end."},
+     "flatten($self, tensors, fill, begin, end, /)\n--\n\n"
+     "Return a new 1-D tensor with elements [begin, end) of the flat parameter. "
+     "The tensors are at their places, fill is between them, and zeros are past the end."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -263,10 +268,10 @@ static PyMethodDef layout_methods[] = {
     {#name, Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, name), Py_READONLY, doc}
 static PyMemberDef layout_members[] = {
     INT64_MEMBER(world_size, "Ranks that share the flat parameter."),
-    INT64_MEMBER(alignment, "Elements to whose multiples parameters are aligned; 0: none."),
-    INT64_MEMBER(numel, "Elements of the unsharded flat parameter: parameters and paddings; all, with blocks."),
-    INT64_MEMBER(numel_params, "Elements of the parameters alone."),
-    INT64_MEMBER(shard_numel, "Elements of every rank's shard, padded."),
+    INT64_MEMBER(alignment, "Parameters start at multiples of so many elements; 0: anywhere."),
+    INT64_MEMBER(numel, "Elements of the unsharded flat parameter, paddings included. With blocks ``padded_numel``."),
+    INT64_MEMBER(numel_params, "Elements of the parameters, without padding."),
+    INT64_MEMBER(shard_numel, "Elements of every rank's shard, with padding."),
     INT64_MEMBER(padded_numel, "``shard_numel * world_size``."),
     {"itemsize", Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, item_bytes), Py_READONLY,
      "Bytes of an element."},
@@ -278,10 +283,10 @@ static PyGetSetDef layout_getset[] = {
     {"numels", FP_GETTER(layout_get_array), NULL, "Elements of each parameter, as given.",
      (void *)(intptr_t)GET_NUMELS},
     {"numels_with_padding", FP_GETTER(layout_get_array), NULL,
-     "Elements of each parameter and each padding between and after them, in order.",
+     "Elements of each parameter, and of each padding between and after them, in order.",
      (void *)(intptr_t)GET_ITEM_NUMELS},
-    {"is_padding_mask", FP_GETTER(layout_get_array), NULL, "Which entries of ``numels_with_padding`` are paddings.",
-     (void *)(intptr_t)GET_IS_PADDING},
+    {"is_padding_mask", FP_GETTER(layout_get_array), NULL,
+     "For each entry of ``numels_with_padding`` whether it is a padding.", (void *)(intptr_t)GET_IS_PADDING},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -292,7 +297,7 @@ static PyType_Slot layout_slots[] = {
     {Py_tp_members, layout_members},
     {Py_tp_getset, layout_getset},
     {Py_tp_doc, "Layout(numels, world_size, itemsize, alignment, blocks=None, /)\n--\n\n"
-                "Where parameters lie in a flat parameter; use it by way of flatparam.FlatLayout."},
+                "The places of parameters in a flat parameter; flatparam.FlatLayout is its Python class."},
     {0, NULL},
 };
 

@@ -1,6 +1,8 @@
-/* module/fp_module_params.c -- the heap type flatparam._C.ModuleParams: where the original parameters of one unit live (module, name) and
- * lie (offset, shape, stride), and the loops over them. One call a unit; the tensors come from the caller each time, so
- * that a list or tensor that was replaced is honoured. */
+/* module/fp_module_params.c -- the heap type flatparam._C.ModuleParams: the modules and names of the original parameters of
+ * one flat parameter of the drop-in, their places in it, and the loops over them. Each handle has one.
+ *
+ * The caller passes the tensors in each call, and they are not kept: users may replace a list or a tensor of torch's handle
+ * between two calls. */
 #include "module/fp_tables.h"
 
 #include "tensor/fp_torch.h"
@@ -14,8 +16,8 @@ typedef struct {
     fp_attributes attributes;
     Py_ssize_t n;
     fp_geometry *geometry;
-    fp_last_pieces last; /* read */
-    PyObject **spare;    /* n: the views of the last forward, owned; or NULL */
+    fp_last_pieces last; /* of the shard infos */
+    PyObject **spare;    /* [n] owned: the views of the last forward, to be used again; or NULL */
 } fp_module_params;
 
 static void
@@ -99,7 +101,7 @@ module_params_dealloc(PyObject *self)
 
 /* ---- views and attributes ---- */
 
-/* The attributes that the modules have now, owned, as fp_attributes_get() says; to be given back with drop_all(). */
+/* A new array of n references, from fp_attributes_get(): the present attributes. drop_all() frees it. */
 static PyObject **
 get_all(fp_module_params *table, const char *wanted)
 {
@@ -111,7 +113,7 @@ get_all(fp_module_params *table, const char *wanted)
     return values;
 }
 
-/* A list of n values. */
+/* A new list of n values. */
 static PyObject *
 list_of(PyObject *const *values, Py_ssize_t n)
 {
@@ -122,7 +124,7 @@ list_of(PyObject *const *values, Py_ssize_t n)
     return list;
 }
 
-/* n new references, NULL with an exception set. */
+/* A new array of n views; drop_all() frees it. NULL with an exception. */
 static PyObject **
 new_views(const fp_module_params *table, PyObject *flat)
 {
@@ -143,7 +145,7 @@ module_params_views(const fp_module_params *table, PyObject *flat)
     return list;
 }
 
-/* Whether view is known to Python only by so many references, and has no attributes of its own. -1 on failure. */
+/* 1: view has just so many references in Python, and no attributes, so no user can notice that it is used again; 0; -1. */
 static int
 is_known_by(PyObject *view, Py_ssize_t references)
 {
@@ -157,9 +159,9 @@ is_known_by(PyObject *view, Py_ssize_t references)
     return is_empty;
 }
 
-/* New references to views for a forward: those of the last one where only the list held and the module that they are of
- * still have them, and else new ones. *shown_already: the modules have all of them, and nobody wants to know when they are
- * set. NULL with an exception set. */
+/* A new array of views for a forward. A view of the last forward is used again where only its module and the list held refer
+ * to it; elsewhere the view is new. *shown_already: 1 if the modules have all of these views already, and none of their
+ * classes must see that an attribute is set. NULL with an exception. */
 static PyObject **
 forward_views(fp_module_params *table, PyObject *flat, PyObject *held, int *shown_already)
 {
@@ -225,8 +227,8 @@ register_all(fp_module_params *table, PyObject *const *values, PyObject *const *
     return fp_attributes_put(&table->attributes, values, shared_values, place);
 }
 
-/* What a call is given: a copy of ours of the parameters, and of the shared parameters after them. New reference; NULL with
- * ValueError or TypeError. */
+/* A new tuple of the parameters and then the shared parameters that a call has got: a copy, which no callback can change.
+ * NULL with ValueError or TypeError. */
 static PyObject *
 read_given(const fp_module_params *table, PyObject *params_arg, PyObject *shared_arg)
 {
@@ -400,7 +402,7 @@ module_params_scan(fp_module_params *table, PyObject *const *args, Py_ssize_t na
 {
     PyObject *params = NULL, *found = NULL; /* owned */
     PyObject **values = NULL;
-    char *selected = NULL; /* in the shard; then: it is no plain tensor, not what params says, or not at its place */
+    char *selected = NULL; /* first: 1 if the parameter is in the shard; then: 1 if it needs a writeback */
     if (fp_check_nargs("scan", nargs, 4) < 0) {
         return NULL;
     }
@@ -457,7 +459,7 @@ fail:
 static PyObject *
 module_params_set_grads(fp_module_params *table, PyObject *grad)
 {
-    PyObject **params = get_all(table, NULL); /* what the modules have now */
+    PyObject **params = get_all(table, NULL);
     int status = params == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < table->n; i++) {
         if (params[i] == NULL) {
@@ -509,41 +511,62 @@ fail:
 
 static PyMethodDef module_params_methods[] = {
     {"views", FP_METHOD(module_params_views), METH_O,
-     "views($self, flat, /)\n--\n\nViews of the unsharded flat, one a parameter; one autograd node tracks them all."},
+     "views($self, flat, /)\n--\n\n"
+     "Return a list of the views of flat, the unsharded flat parameter: one a parameter, in its shape. "
+     "If flat requires grad, one autograd node is behind all of them."},
     {"register_tensors", FP_METHOD(module_params_register_tensors), METH_FASTCALL,
-     "register_tensors($self, tensors, listed, unsafe, /)\n--\n\nMake them the modules' plain attributes; listed: in "
-     "_parameters too."},
+     "register_tensors($self, tensors, listed, unsafe, /)\n--\n\n"
+     "Make the tensors, one a parameter, plain attributes of the modules.\n\nlisted: they stand in _parameters, too. "
+     "unsafe: write the dictionaries of the modules whatever their class overrides."},
     {"register_parameters", FP_METHOD(module_params_register_parameters), METH_FASTCALL,
-     "register_parameters($self, params, shared, unsafe, /)\n--\n\nMake them the modules' registered parameters."},
+     "register_parameters($self, params, shared, unsafe, /)\n--\n\n"
+     "Make params, and shared under the further names, registered parameters of the modules.\n\n"
+     "unsafe: see register_tensors()."},
     {"use_parameters", FP_METHOD(module_params_use_parameters), METH_FASTCALL,
-     "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\nMake the parameters views of the unsharded flat, "
-     "and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
+     "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\n"
+     "Set the data of params to their places in flat, the unsharded flat parameter, and register them as parameters of "
+     "the modules.\n\nshared: the parameters under the further names; they get the same data. "
+     "unsafe: see register_tensors().\n\nReturn False, with nothing done, if a tensor is not plain or a mode is on."},
     {"use_unsharded", FP_METHOD(module_params_use_unsharded), METH_FASTCALL,
-     "use_unsharded($self, flat, padded, tensors, again, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of "
-     "padded, and its views the modules' attributes: with again, tensors, pointed there; else new ones, or those of "
-     "the last call where only the modules and the list tensors still have them; with None always new ones.\n\nReturns "
-     "the views; None, with nothing done, if a tensor is not plain or a mode is on."},
+     "use_unsharded($self, flat, padded, tensors, again, listed, unsafe, /)\n--\n\n"
+     "Set flat.data to the first numel elements of padded, and make views of flat plain attributes of the modules.\n\n"
+     "again: use tensors, whose data is set to their places in flat. "
+     "Otherwise use the views of the last call where only the modules and the list tensors refer to them, and new ones "
+     "elsewhere; if tensors is None, new ones everywhere. "
+     "listed, unsafe: see register_tensors(). listed replaces the items of the list tensors, too.\n\n"
+     "Return the list of views; None, with nothing done, if a tensor is not plain or a mode is on."},
     {"use_sharded", FP_METHOD(module_params_use_sharded), METH_FASTCALL,
-     "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\nflat.data = shard, and the parameters "
-     "its pieces and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode "
-     "is on."},
+     "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\n"
+     "Set flat.data to shard and the data of params to their 1-D pieces of it, and register params as parameters of "
+     "the modules.\n\n"
+     "infos: a tuple of (in_shard, offset_in_shard, numel_in_shard, ...), one a parameter, in elements. "
+     "shared: the parameters under the further names; they get the same data. unsafe: see register_tensors().\n\n"
+     "Return False, with nothing done, if a tensor is not plain or a mode is on."},
     {"scan", FP_METHOD(module_params_scan), METH_FASTCALL,
-     "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
-     "whose storages are not owner's and grad's, or that lie elsewhere in whole ones.\n\nReturns None unless owner and "
-     "grad are plain, and no mode is on."},
+     "scan($self, params, owner, grad, infos, /)\n--\n\n"
+     "Return a list of the indices of the parameters in the shard that need a writeback. "
+     "They were replaced in their module, or their storage is not owner's, or their gradient's storage is not grad's, "
+     "or they lie at another place of a whole owner or grad.\n\ninfos: see use_sharded().\n\n"
+     "Return None unless owner and grad are plain, or grad is None, and no mode is on."},
     {"set_grads", FP_METHOD(module_params_set_grads), METH_O,
-     "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
+     "set_grads($self, grad, /)\n--\n\n"
+     "Set .grad of the attribute that each module has now to its view of grad, the unsharded gradient of the flat "
+     "parameter. AttributeError: a module lacks the attribute."},
     {"set_grad_pieces", FP_METHOD(module_params_set_grad_pieces), METH_FASTCALL,
-     "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\nSet each parameter's .grad to its 1-D "
-     "piece of the sharded grad.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
+     "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\n"
+     "Set .grad of each parameter to its 1-D piece of grad, the sharded gradient of the flat parameter. "
+     "It becomes None where none_mask is true, where the parameter is not in the shard, and where it requires no "
+     "grad.\n\nby_data: set the data of the gradient, whatever its shape. infos: see use_sharded().\n\n"
+     "Return False, with nothing done, if a tensor is not plain or a mode is on."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot module_params_slots[] = {
-    {Py_tp_doc,
-     "ModuleParams(parameters, shared, numel)\n--\n\nThe original parameters of one flat parameter, and the loops over "
-     "them.\n\nparameters: (module, name, shape, stride or None if contiguous, offset) each, in the order of their "
-     "offsets;\nshared: (module, name, index of the parameter) for each further name; numel: of the unsharded flat."},
+    {Py_tp_doc, "ModuleParams(parameters, shared, numel)\n--\n\n"
+                "The original parameters of one flat parameter, and the loops over them. Sizes are in elements.\n\n"
+                "parameters: one (module, name, shape, stride or None if contiguous, offset) each, in the order of "
+                "their offsets.\nshared: one (module, name, index of the parameter) for each further name.\n"
+                "numel: of the unsharded flat parameter."},
     {Py_tp_new, module_params_new},
     {Py_tp_dealloc, module_params_dealloc},
     {Py_tp_traverse, module_params_traverse},

@@ -1,5 +1,5 @@
-/* module/fp_tables.h -- method tables and type specs that fp_module.c puts into the module _C, and the few functions that
- * its files call of each other. */
+/* module/fp_tables.h -- the method tables and type specs of this folder, which fp_module.c puts into the module _C. Each
+ * table is in the file of its name, fp_core_methods in fp_core_py.c; the docstrings in it say what each function does. */
 #pragma once
 
 #include "python/fp_args.h"

@@ -1,4 +1,4 @@
-/* module/fp_tensor_py.c -- wrappers of csrc/tensor: tensors and their storages, signs of life. */
+/* module/fp_tensor_py.c -- wrappers of csrc/tensor, and of two functions of desync/fp_watch.h, as functions of _C. */
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
 #include "tensor/fp_gradients.h"
@@ -259,84 +259,101 @@ accumulators(PyObject *module, PyObject *known)
 
 PyMethodDef fp_tensor_methods[] = {
     {"note_accumulator", FP_METHOD(note_accumulator), METH_FASTCALL,
-     "note_accumulator($module, known, tensor, /)\n--\n\nNote the node that accumulates the gradient of tensor now, if "
-     "a graph has one.\n\nknown: what the last call for this tensor returned, or None. It keeps no node alive."},
+     "note_accumulator($module, known, tensor, /)\n--\n\n"
+     "Note the node that accumulates the gradient of tensor now, if a graph has one. Return the notes.\n\n"
+     "known: the notes that the last call for this tensor returned, or None. They keep no node alive."},
     {"accumulators", accumulators, METH_O,
-     "accumulators($module, known, /)\n--\n\nReturn those nodes that note_accumulator() has noted and that live, the "
-     "first noted first."},
+     "accumulators($module, known, /)\n--\n\n"
+     "Return a list of the noted nodes that live, in the order in which note_accumulator() noted them."},
     {"unseen_by_checkpoints", FP_METHOD(unseen_by_checkpoints), METH_FASTCALL | METH_KEYWORDS,
-     "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs). No selective "
-     "activation checkpoint keeps anything of it."},
+     "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\n"
+     "Return call(*args, **kwargs). Selective activation checkpoints do not see its operations, so they save none of "
+     "its results."},
     {"wait_device", wait_device, METH_O,
-     "wait_device($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that "
-     "it was "
-     "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},
+     "wait_device($module, device, /)\n--\n\n"
+     "Wait until the current stream of device, as 'cuda:1', has done all work that was queued. Ctrl-C ends the "
+     "wait.\n\nIt returns at once for the host, and in the capture of a CUDA graph."},
     {"time_out", time_out, METH_VARARGS,
-     "time_out($module, group, device, /)\n--\n\nReturn the seconds after which a collective fails on a type of "
-     "device.\n\n"
-     "group: the name under which C++ knows it. Infinite: there is no such group, or its backend does not say."},
+     "time_out($module, group, device, /)\n--\n\n"
+     "Return the seconds after which a collective over group fails on a type of device, as 'cuda'.\n\n"
+     "group: the name under which torch registered it. Infinite: there is no such group, or its backend tells no "
+     "time-out."},
     {"is_plain", FP_METHOD(is_plain), METH_FASTCALL,
-     "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
-     "mode is on: loops in C do with them what torch's operations would."},
+     "is_plain($module, *tensors)\n--\n\n"
+     "Return whether all are plain tensors and no dispatch or function mode is on: loops in C then do what torch's "
+     "operations would."},
     {"is_plain_tensor", is_plain_tensor, METH_O,
-     "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
+     "is_plain_tensor($module, object, /)\n--\n\n"
+     "Return whether object is a plain tensor: strided, of no subclass, with a storage. Modes do not matter."},
     {"is_leaf", is_leaf, METH_O,
-     "is_leaf($module, object, /)\n--\n\nAs tensor.is_leaf, whatever modes are on; True of what is no tensor."},
+     "is_leaf($module, object, /)\n--\n\n"
+     "Return tensor.is_leaf, whatever modes are on; True for an object that is no tensor."},
     {"allocate", FP_METHOD(allocate), METH_FASTCALL,
-     "allocate($module, tensor, numel, /)\n--\n\nGive the freed storage of tensor room for numel elements of its "
-     "dtype. Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other "
-     "room, or tensor is not plain."},
+     "allocate($module, tensor, numel, /)\n--\n\n"
+     "Give the freed storage of tensor memory for numel elements of its dtype, in place. The values are undefined.\n\n"
+     "True: done. False: it has just that much memory. None, with nothing done: it has another amount, or tensor is "
+     "not plain."},
     {"free", FP_METHOD(free_storage), METH_FASTCALL,
-     "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place. "
-     "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
-     "size.\n\nFalse, with nothing done: tensor is not plain, or does not begin its storage."},
+     "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place.\n\n"
+     "reason: the message of the RuntimeError that an access to the freed data raises. "
+     "keeps_size: the storage still tells its size, so that views of it can be made.\n\n"
+     "False, with nothing done: tensor is not plain, or does not begin its storage."},
     {"lacks_memory", lacks_memory, METH_O,
-     "lacks_memory($module, object, /)\n--\n\nWhether the storage of a plain tensor is too small for it: it was freed, "
-     "or "
-     "resized. False of any other object."},
+     "lacks_memory($module, object, /)\n--\n\n"
+     "Return whether the storage of a plain tensor has less memory than its elements need: it was freed or resized. "
+     "False for any other object."},
     {"storage_numel", storage_numel, METH_O,
-     "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
+     "storage_numel($module, tensor, /)\n--\n\n"
+     "Return the number of elements of tensor's dtype for which its storage has memory."},
     {"digest", digest, METH_O,
-     "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
-     "of one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
+     "digest($module, tensor, /)\n--\n\n"
+     "Return a 64-bit digest of the values of a dense tensor on the host, to compare tensors of one size and the same "
+     "strides. Of more than 16 KiB it reads 64 bytes in each 8 KiB."},
     {"same_storage", FP_METHOD(same_storage), METH_FASTCALL,
-     "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
+     "same_storage($module, a, b, /)\n--\n\nReturn whether two tensors have one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O,
-     "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
-     "unless is_plain(*params)."},
+     "clear_grads($module, params, /)\n--\n\nSet .grad of each parameter to None. "
+     "False, with nothing done, unless is_plain(*params)."},
     {"mark_zeros", mark_zeros, METH_O,
-     "mark_zeros($module, grad, /)\n--\n\nMake the zeros of grad, which is shown next, -0.0: is_zeroed() then tells "
-     "whether it was set to zeros. csrc/tensor/fp_gradients.h has the rule."},
+     "mark_zeros($module, grad, /)\n--\n\n"
+     "Replace the zeros of grad, which is shown next, by -0.0, so that is_zeroed() can tell whether users set it to "
+     "zeros. csrc/tensor/fp_gradients.h has the rule."},
     {"is_zeroed", is_zeroed, METH_O,
-     "is_zeroed($module, grad, /)\n--\n\nWhether grad was set to zeros since mark_zeros()."},
+     "is_zeroed($module, grad, /)\n--\n\nReturn whether grad was set to zeros since mark_zeros()."},
     {"grad_summary", grad_summary, METH_O,
-     "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
-     "unless is_plain(*params)."},
+     "grad_summary($module, params, /)\n--\n\nReturn (no parameter has a gradient, some parameter requires one). "
+     "None unless is_plain(*params)."},
     {"versions", versions, METH_O,
-     "versions($module, params, /)\n--\n\nThe sum of their versions, which counts changes in place; None unless all "
-     "are "
-     "plain and no mode is on."},
+     "versions($module, params, /)\n--\n\n"
+     "Return the sum of the version counters of params, which count changes in place. None unless is_plain(*params)."},
     {"survey", survey, METH_O,
-     "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
-     "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
-     "of its own. Else None."},
+     "survey($module, tensors, /)\n--\n\n"
+     "Return (numel of each, number of those that require grad), or None if Python must look at each tensor. "
+     "Not None: all are plain, contiguous, of one floating-point or complex dtype and one device, and no two share "
+     "memory."},
     {"grad_norm", FP_METHOD(grad_norm), METH_FASTCALL,
-     "grad_norm($module, params, order, in_fp64, device, /)\n--\n\nThe norm of the gradients of params, to the power "
-     "of order unless that is infinite: a scalar on device, computed in fp64 or fp32."},
+     "grad_norm($module, params, order, in_fp64, device, /)\n--\n\n"
+     "Return the norm of the gradients of params, to the power of order unless order is infinite. "
+     "It is a 0-dim tensor on device in fp64 (in_fp64) or fp32."},
     {"clip_grads", FP_METHOD(clip_grads), METH_FASTCALL,
-     "clip_grads($module, params, sum, root, max_norm, /)\n--\n\nScale the gradients of params by max_norm / norm, "
-     "where that is less than 1. The norm, sum to the power of root, in the widest real dtype of the gradients."},
+     "clip_grads($module, params, sum, root, max_norm, /)\n--\n\n"
+     "Multiply the gradients of params by max_norm / norm, if that is less than 1, and return norm. "
+     "norm is sum, a 0-dim tensor, to the power of root. It is returned in the widest real dtype of the gradients."},
     {"convert", FP_METHOD(convert), METH_FASTCALL,
-     "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
-     "of any dtypes; in one pass over memory on the CPU."},
+     "convert($module, target, source, accumulate, /)\n--\n\n"
+     "target = source, or target += source if accumulate, converted to target's dtype. Both are 1-D and equally long, "
+     "in separate memory; else ValueError. On the CPU it is one pass over memory."},
     {"explain_shards", explain_shards, METH_O,
-     "explain_shards($module, explain, /)\n--\n\nexplain(tensor) says what a RuntimeError is to say of a shard, or "
-     "None."},
+     "explain_shards($module, explain, /)\n--\n\n"
+     "Set the function explain(tensor) that returns the message of the RuntimeError for a shard, or None if tensor is "
+     "none."},
     {"lend", lend, METH_O,
-     "lend($module, tensor, /)\n--\n\nSomebody has the address of tensor, and a reference to it: if flatparam frees "
-     "and fills its storage, it leaves the memory to them. Whether it does."},
+     "lend($module, tensor, /)\n--\n\n"
+     "Note that code outside has taken the address of tensor, and a reference to it. flatparam leaves this memory to "
+     "it, should it free and fill the storage. Return whether flatparam frees this storage at all."},
     {"lending_exchange", lending_exchange, METH_O,
-     "lending_exchange($module, capsule, /)\n--\n\nThe capsule of torch.Tensor.__dlpack_c_exchange_api__, such that "
-     "what is exported through it is lent."},
+     "lending_exchange($module, capsule, /)\n--\n\n"
+     "Return a capsule for torch.Tensor.__dlpack_c_exchange_api__ that calls lend() for each exported tensor, and else "
+     "does what capsule does."},
     {NULL, NULL, 0, NULL},
 };

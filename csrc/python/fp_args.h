@@ -9,17 +9,18 @@
 
 #include "core/fp_status.h"
 
-/* What a module object has beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
- * fp_clear (module/fp_module.c). */
+/* The state of a module object, zeroed by the interpreter. module/fp_module.c sets the members in fp_exec, visits them in
+ * fp_traverse and clears them in fp_clear. */
 typedef struct {
+    /* The last answer of is_as_defined() (fp_overrides.c) about a class, valid for one version of the class. */
     struct {
-        const PyTypeObject *type; /* borrowed, only compared */
-        PyObject *own;            /* owned: else another dict could have its address */
-        unsigned int version;     /* 0: nothing */
-        int as_defined;
-    } overrides;          /* the answer of fp_overrides.c for the class that it was asked about last */
-    PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
-    PyObject *StateError; /* flatparam.fsdp.errors.StateError, which says when it is raised */
+        const PyTypeObject *type; /* the class; borrowed, only compared */
+        PyObject *own;            /* the dict that it was compared with; owned, or another dict could get its address */
+        unsigned int version;     /* the version tag of type at that time; 0: there is no answer */
+        int as_defined;           /* the answer: 1 or 0 */
+    } overrides;
+    PyObject *ShardError; /* flatparam.ShardError, a ValueError: a size, world size, rank or range does not fit */
+    PyObject *StateError; /* flatparam.fsdp.errors.StateError: a call at a time at which it may not be made */
 } fp_module_state;
 
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */
@@ -54,8 +55,8 @@ fp_free_object(PyObject *object)
     Py_DECREF(type);
 }
 
-/* The result of a method from a status: NULL for status < 0, which has an exception set; else None, or status != 0 as a
- * bool. */
+/* The result of a method from a status: NULL for status < 0, which has an exception set; else a new reference to None, or
+ * to status != 0 as a bool. */
 static inline PyObject *
 fp_none_unless(int status)
 {
@@ -74,37 +75,38 @@ int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, P
 /* TypeError unless nargs == expected. */
 int fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected);
 
-/* Check the number of arguments and read those that are no objects. kinds has one letter an argument, and each but O stands
- * for a pointer at the end: i int64_t *, d double *, b int * (True or False); O: the caller reads args[k] himself.
- * Reads in order and stops at the first failure: TypeError or OverflowError. */
+/* Check the number of arguments, and read numbers and bools. kinds has one letter an argument:
+ *   i  an int, into the next int64_t *      d  a float, into the next double *
+ *   b  a bool, into the next int *          O  an object: the caller reads args[k]
+ * It reads in order and stops at the first failure, TypeError or OverflowError; earlier arguments are written then. */
 int fp_read_args(const char *name, PyObject *const *args, Py_ssize_t nargs, const char *kinds, ...);
 
-/* An int, or an object with __index__, as int64_t. TypeError for anything else, OverflowError past 64 bits.
- * May run Python code (__index__). *out is written only on success. */
+/* Write an int, or an object with __index__, to *out. TypeError for another object, OverflowError past 64 bits. It may run
+ * Python code (__index__). *out is written only on success. */
 int fp_as_int64(PyObject *object, int64_t *out);
 
-/* A float or int (or __float__, __index__) as double. *out is written only on success. */
+/* Write a float or int (or an object with __float__ or __index__) to *out, only on success. It may run Python code. */
 int fp_as_double(PyObject *object, double *out);
 
 /* New reference: text, with lone surrogates, which UTF-8 cannot encode, escaped as \\udc80 and the like. For messages:
  * PyUnicode_AsUTF8() of the result does not fail. TypeError unless text is a str. */
 PyObject *fp_as_text(PyObject *text);
 
-/* True or False as 1 or 0, nothing else: TypeError. */
+/* Write True or False to *out as 1 or 0. TypeError for another object: a flag in the wrong place shall not count as true. */
 int fp_as_bool(PyObject *object, int *out);
 
-/* A sequence or iterable of ints as a new array, which the caller gives back with fp_free(); never NULL on success,
- * also for no items. The items are read from a tuple of ours, since __index__ may change the caller's list. */
+/* Read an iterable of ints into a new array *out of *n items, which the caller frees with fp_free(). On success *out is not
+ * NULL, not even for no items; on failure nothing is written. It reads from a copy, since __index__ may change a list. */
 int fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n);
 
-/* fp_calloc(), with MemoryError. */
+/* fp_calloc() (core/fp_alloc.h), freed with fp_free(). NULL with MemoryError. */
 void *fp_new_array(Py_ssize_t count, size_t item_bytes);
 
-/* New tuple of the items of a sequence: a copy, which no callback can shrink. TypeError for no sequence, ValueError unless
- * it has `expected` items. what: a noun for them, in the message. */
+/* A new tuple of the items of an iterable: a copy, which no callback can shrink. NULL: TypeError, it is no iterable;
+ * ValueError, it has not `expected` items. what: a noun for the items, in the message. */
 PyObject *fp_as_tuple(PyObject *sequence, Py_ssize_t expected, const char *what);
 
-/* Borrowed: the items of a tuple, as an array. */
+/* The items of a tuple as an array, borrowed from it. */
 static inline PyObject **
 fp_items(PyObject *tuple)
 {
@@ -114,7 +116,6 @@ fp_items(PyObject *tuple)
 /* A new tuple of the n values; NULL with an exception set. */
 PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);
 
-/* Turn a status of the core into an exception: FP_ENOMEM into MemoryError, others into ShardError, with a message (printf
- * format of PyErr_Format) that says what was expected and what came.
- * Returns 0 for FP_OK, else -1. */
+/* Turn a status of the core into an exception: FP_ENOMEM into MemoryError, another failure into ShardError with the
+ * message format (as for PyErr_Format), which tells the expected and the given values. 0 for FP_OK, else -1. */
 int fp_fail(PyObject *module, fp_status status, const char *format, ...);

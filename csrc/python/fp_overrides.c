@@ -67,7 +67,9 @@ is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 PyMethodDef fp_overrides_methods[] = {
     {"is_as_defined", FP_METHOD(is_as_defined), METH_FASTCALL,
-     "is_as_defined($module, object, own, names, /)\n--\n\nWhether object's class has all attributes of the dict own "
-     "as own has them, and object itself none of names."},
+     "is_as_defined($module, object, own, names, /)\n--\n\n"
+     "Return whether object's class has each attribute of the dict own with own's value, and the dict of object none "
+     "of names.\n\n"
+     "own: {name: value as the class was defined}. The answer about the class is cached until the class changes."},
     {NULL, NULL, 0, NULL},
 };
