@@ -27,18 +27,21 @@ begin_backward(fp_unit *unit)
     if (fp_iteration_check_thread(unit) < 0) {
         return -1;
     }
-    if (root->in_backward && fp_graph_is_running(root->ref)) {
+    if (fp_root_in_backward(root) && fp_graph_is_running(root->ref)) {
         return 0;
     }
-    if (root->in_backward && fp_iteration_recover(root) < 0) { /* the backward before it raised */
+    if (fp_root_in_backward(root) && fp_iteration_recover(root) < 0) { /* the backward before it raised */
         return -1;
     }
     if (fp_graph_at_end(root->ref) < 0) {
         return -1;
     }
-    root->in_backward = fp_graph_grad_enabled()  ? FP_BACKWARD_RECORDS
-                        : fp_graph_is_retained() ? FP_BACKWARD_RETAINS
-                                                 : FP_BACKWARD_FREES;
+    if (fp_graph_grad_enabled()) {
+        root->phase = FP_PHASE_RECORDS;
+    }
+    else {
+        root->phase = fp_graph_is_retained() ? FP_PHASE_RETAINS : FP_PHASE_FREES;
+    }
     root->caller = fp_graph_caller();
     return fp_reduce_order_begin(root);
 }
@@ -67,9 +70,11 @@ static int
 prefetch_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    const Py_ssize_t at = root->reduce_order != NULL && root->cursor < unit->position ? root->cursor : unit->position;
+    const Py_ssize_t at = root->reduce_order.n > 0 && root->cursor < unit->position ? root->cursor : unit->position;
     const Py_ssize_t next = at - 1;
-    return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
+    return next < 0 || next >= root->order.n || root->order.items[next] == NULL
+               ? 0
+               : fp_unshard_prefetch(root->order.items[next]);
 }
 
 /* 1: this backward has come to the unit. */
@@ -358,7 +363,7 @@ inputs_done(void *object, int64_t when)
     fp_unit *unit = object;
     const int is_again = when != unit->rests || unit->pending == 0;
     unit->pending -= !is_again;
-    if (is_again || unit->pending > 0 || unit->for_graph || unit->root == NULL || !unit->root->in_backward ||
+    if (is_again || unit->pending > 0 || unit->for_graph || unit->root == NULL || !fp_root_in_backward(unit->root) ||
         !fp_unshard_frees_passed(unit) || fp_unit_is_in_forward(unit) || fp_iteration_is_elsewhere(unit->root)) {
         return 0;
     }
@@ -486,7 +491,7 @@ hide_old(fp_root *root, fp_unit *unit)
     return unit->root == root ? fp_unshard_hide_old(unit) : 0;
 }
 
-/* The end of a backward, called by the engine. On an error in_backward stays 1, and the next forward or backward recovers. */
+/* The end of a backward, called by the engine. After an error it stays under way, and the next forward or backward recovers. */
 static int
 finish(void *root_pointer, uint64_t ignored)
 {
@@ -497,15 +502,15 @@ finish(void *root_pointer, uint64_t ignored)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !fp_root_synchronizes(root));
     }
-    root->n_order = 0;
+    root->order.n = 0;
     root->reducing = root->halfway = NULL;
     if (status == 0) {
         status = fp_iteration_wait_until_read(root); /* else the recovery does */
     }
     if (status == 0) {
-        root->in_backward = FP_BACKWARD_NONE;
+        root->phase = FP_PHASE_OPEN;
         fp_rest_check(root, "the end of backward");
-        status = root->reduce_order != NULL ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
+        status = root->reduce_order.n > 0 ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
     }
     fp_iteration_leave(root);
     return status;

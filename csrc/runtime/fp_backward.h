@@ -1,6 +1,6 @@
 /* runtime/fp_backward.h -- the callbacks that autograd calls for a unit and for a model in a backward. They run in any
  * thread of autograd, with the GIL held, and take the root's lock while they work. They give 0, or -1 with an exception,
- * which backward() raises. After that root->in_backward stays 1, and the next forward or backward recovers the model. */
+ * which backward() raises. After that fp_root_in_backward(root) stays 1, and the next forward or backward recovers the model. */
 #pragma once
 
 #include "runtime/fp_types.h"

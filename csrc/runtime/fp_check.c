@@ -29,7 +29,7 @@ void
 fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const char *where)
 {
     const subject of = {unit, where};
-    const int in_backward = unit->root != NULL && unit->root->in_backward;
+    const int in_backward = unit->root != NULL && fp_root_in_backward(unit->root);
     const int has_accumulated = fp_flat_buffer_has_accumulated(flat_param->flat);
     fp_flat_buffer_check(flat_param->flat, where);
     HOLDS(flat_param->owners.n == (flat_param->params == NULL ? 1 : flat_param->attributes.n));
@@ -45,7 +45,7 @@ fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const 
     HOLDS((flat_param->plan->shards > 1) == (flat_param->plan->shard_group != NULL));
     HOLDS(flat_param->synced_steps <= fp_optimizer_steps);
     IMPLIES(flat_param->deferred, in_backward);
-    IMPLIES(flat_param->wanted != 0, unit->root->reduce_order != NULL);
+    IMPLIES(flat_param->wanted != 0, unit->root->reduce_order.n > 0);
 }
 
 void
@@ -73,9 +73,9 @@ fp_unit_check(const fp_unit *unit, const char *where)
     }
     HOLDS(unit->gather_pass <= root->pass && unit->entered_pass <= root->pass && unit->stale_pass <= root->pass);
     HOLDS(unit->recorded <= root->optimizer_steps && unit->gather_steps <= root->optimizer_steps);
-    HOLDS(unit->position < root->n_order);
-    IMPLIES(unit->position >= 0, root->order[unit->position] == unit);
-    IMPLIES(fp_unit_has_secondary_shard(unit), root->reduce_order != NULL);
+    HOLDS(unit->position < root->order.n);
+    IMPLIES(unit->position >= 0, root->order.items[unit->position] == unit);
+    IMPLIES(fp_unit_has_secondary_shard(unit), root->reduce_order.n > 0);
 }
 
 void
@@ -83,23 +83,25 @@ fp_units_check(const fp_root *root, const char *where)
 {
     const subject of = {NULL, where};
     Py_ssize_t depth = 0;
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
         Py_ssize_t listed = 0;
-        for (Py_ssize_t i = 0; i < root->n_units; i++) {
-            listed += root->reduce_order == NULL ? i == s : root->reduce_order[i] == root->units[s];
+        for (Py_ssize_t i = 0; i < root->units.n; i++) {
+            listed += root->reduce_order.n == 0 ? i == s : root->reduce_order.items[i] == root->units.items[s];
         }
-        HOLDS(root->units[s]->root == root);
+        HOLDS(root->units.items[s]->root == root);
         HOLDS(listed == 1);
-        fp_unit_check(root->units[s], where);
-        depth += root->units[s]->depth;
+        fp_unit_check(root->units.items[s], where);
+        depth += root->units.items[s]->depth;
     }
     HOLDS(root->depth == depth);
     HOLDS(root->blocks >= 0);
-    HOLDS(root->n_order <= root->room_order);
-    HOLDS(root->reduce_order_at >= 0 && root->reduce_order_at <= root->n_units);
+    HOLDS(root->order.n <= root->order.room && root->units.n <= root->units.room);
+    IMPLIES(root->reduce_order.n > 0, root->reduce_order.n == root->units.n);
+    HOLDS(root->reduce_order_at >= 0 && root->reduce_order_at <= root->units.n);
     IMPLIES(root->halfway != NULL, root->reducing != NULL && root->halfway != root->reducing);
-    IMPLIES(root->error_unit != NULL, root->error != NULL);
-    IMPLIES(!root->in_backward, root->reducing == NULL && root->exchanges == NULL && root->error == NULL);
+    IMPLIES(root->consensus.error_unit != NULL, root->consensus.error != NULL);
+    IMPLIES(!fp_root_in_backward(root),
+            root->reducing == NULL && root->consensus.exchanges == NULL && root->consensus.error == NULL);
 }
 
 void
@@ -107,10 +109,10 @@ fp_rest_check(const fp_root *root, const char *where)
 {
     const subject of = {NULL, where};
     fp_units_check(root, where);
-    HOLDS(root->n_order == 0 && root->held <= 1);
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        HOLDS(root->units[s]->position == -1 && root->units[s]->pending == 0);
-        HOLDS(root->units[s]->pass == FP_PASS_IDLE || root->units[s]->depth > 0);
+    HOLDS(root->order.n == 0 && root->lock.held <= 1);
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        HOLDS(root->units.items[s]->position == -1 && root->units.items[s]->pending == 0);
+        HOLDS(root->units.items[s]->pass == FP_PASS_IDLE || root->units.items[s]->depth > 0);
     }
 }
 

@@ -35,12 +35,12 @@ static fp_exchange *
 make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_t *n)
 {
     *n = 0;
-    fp_exchange *exchanges = fp_new_array(root->n_units, sizeof *exchanges);
+    fp_exchange *exchanges = fp_new_array(root->units.n, sizeof *exchanges);
     if (exchanges == NULL) {
         return NULL;
     }
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        fp_unit *unit = root->units[s];
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        fp_unit *unit = root->units.items[s];
         if (!is_in(unit)) {
             continue;
         }
@@ -50,7 +50,7 @@ make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_
         }
         fp_exchange *exchange = &exchanges[g];
         if (g == *n) {
-            exchange->units = fp_new_array(root->n_units, sizeof(fp_unit *));
+            exchange->units = fp_new_array(root->units.n, sizeof(fp_unit *));
             if (exchange->units == NULL) {
                 goto fail;
             }
@@ -190,8 +190,8 @@ static int
 agree(const fp_root *root, const question *asked)
 {
     Py_ssize_t n, in = 0;
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        in += asked->is_in(root->units[s]);
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        in += asked->is_in(root->units.items[s]);
     }
     fp_exchange *exchanges = in == 0 ? NULL : make_exchanges(root, asked->is_in, &n);
     int status = in == 0 || exchanges != NULL ? 0 : -1;
@@ -216,9 +216,9 @@ void
 fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 {
     PyObject *error = PyErr_GetRaisedException();
-    if (root->error == NULL) {
-        root->error = error;
-        root->error_unit = unit;
+    if (root->consensus.error == NULL) {
+        root->consensus.error = error;
+        root->consensus.error_unit = unit;
     }
     else {
         Py_XDECREF(error);
@@ -256,7 +256,7 @@ tell(const fp_root *root, fp_exchange *exchange)
                 *flag++ = flat_param->cleared[owner];
             }
         }
-        if (root->error_unit == unit) {
+        if (root->consensus.error_unit == unit) {
             exchange->flags[n + exchange->rank] = (int32_t)(i + 1);
         }
     }
@@ -279,10 +279,11 @@ is_nested(const fp_unit *unit)
 int
 fp_consensus_on_gradients(fp_root *root)
 {
-    root->exchanges = make_exchanges(root, fp_root_synchronizes(root) ? keeps_copy : is_nested, &root->n_exchanges);
-    int status = root->exchanges == NULL ? -1 : 0;
-    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
-        status = tell(root, &root->exchanges[g]);
+    root->consensus.exchanges =
+        make_exchanges(root, fp_root_synchronizes(root) ? keeps_copy : is_nested, &root->consensus.n);
+    int status = root->consensus.exchanges == NULL ? -1 : 0;
+    for (Py_ssize_t g = 0; status == 0 && g < root->consensus.n; g++) {
+        status = tell(root, &root->consensus.exchanges[g]);
     }
     return status;
 }
@@ -322,8 +323,8 @@ int
 fp_consensus_read(fp_root *root)
 {
     int status = 0;
-    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
-        status = hear(&root->exchanges[g]);
+    for (Py_ssize_t g = 0; status == 0 && g < root->consensus.n; g++) {
+        status = hear(&root->consensus.exchanges[g]);
     }
     return status;
 }
@@ -332,12 +333,12 @@ int
 fp_consensus_end(fp_root *root)
 {
     int status = fp_consensus_read(root);
-    if (root->error != NULL) {
-        PyErr_SetObject((PyObject *)Py_TYPE(root->error), root->error);
+    if (root->consensus.error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(root->consensus.error), root->consensus.error);
         status = -1;
     }
-    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
-        status = check_others(&root->exchanges[g]);
+    for (Py_ssize_t g = 0; status == 0 && g < root->consensus.n; g++) {
+        status = check_others(&root->consensus.exchanges[g]);
     }
     fp_consensus_drop(root);
     return status;
@@ -346,21 +347,21 @@ fp_consensus_end(fp_root *root)
 void
 fp_consensus_drop(fp_root *root)
 {
-    fp_exchange *exchanges = root->exchanges;
-    const Py_ssize_t n = root->n_exchanges;
-    root->exchanges = NULL;
-    root->n_exchanges = 0;
+    fp_exchange *exchanges = root->consensus.exchanges;
+    const Py_ssize_t n = root->consensus.n;
+    root->consensus.exchanges = NULL;
+    root->consensus.n = 0;
     free_exchanges(exchanges, n);
-    root->error_unit = NULL;
-    Py_CLEAR(root->error);
+    root->consensus.error_unit = NULL;
+    Py_CLEAR(root->consensus.error);
 }
 
 int
 fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg)
 {
-    for (Py_ssize_t g = 0; g < root->n_exchanges; g++) {
-        for (Py_ssize_t i = 0; i < root->exchanges[g].n; i++) {
-            Py_VISIT(root->exchanges[g].units[i]);
+    for (Py_ssize_t g = 0; g < root->consensus.n; g++) {
+        for (Py_ssize_t i = 0; i < root->consensus.exchanges[g].n; i++) {
+            Py_VISIT(root->consensus.exchanges[g].units[i]);
         }
     }
     return 0;

@@ -2,7 +2,7 @@
  * forward of the model begins, and another one in a backward for the units with a secondary shard.
  *
  * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and says so;
- * then all ranks raise. fp_root.exchanges has the all-reduces of the backward under way. */
+ * then all ranks raise. fp_root.consensus has the all-reduces of the backward under way. */
 #pragma once
 
 #include "runtime/fp_types.h"

@@ -68,11 +68,11 @@ static PyObject *
 pre_forward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (root->in_backward && !fp_graph_is_running(root->ref) &&
+    if (fp_root_in_backward(root) && !fp_graph_is_running(root->ref) &&
         fp_iteration_recover(root) < 0) { /* the backward before it raised */
         return NULL;
     }
-    const int begins = root->depth == 0 && !root->in_backward;
+    const int begins = root->depth == 0 && !fp_root_in_backward(root);
     /* The move comes first: while an iteration begins, other threads are refused. */
     if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0 || (begins && fp_iteration_begin(root) < 0)) {
         return NULL;
@@ -81,13 +81,13 @@ pre_forward(fp_unit *unit)
     if (unit->depth == 1) {
         unit->began = fp_graph_now();
     }
-    const int first = !root->in_backward && unit->entered_pass != root->pass;
+    const int first = !fp_root_in_backward(root) && unit->entered_pass != root->pass;
     if (first) {
         unit->entered_pass = root->pass;
-        unit->entered = root->n_order;
+        unit->entered = root->order.n;
         unit->entry = root->entries++;
     }
-    const int goes_ahead = !root->in_backward && gathers_ahead(unit);
+    const int goes_ahead = !fp_root_in_backward(root) && gathers_ahead(unit);
     if (first && goes_ahead) {
         fp_fresh_learn(unit);
     }
@@ -97,7 +97,7 @@ pre_forward(fp_unit *unit)
     if (fp_unit_each(unit, fp_flat_param_show_views) < 0) {
         return NULL;
     }
-    if (!root->in_backward && fp_unit_each(unit, run_here) < 0) {
+    if (!fp_root_in_backward(root) && fp_unit_each(unit, run_here) < 0) {
         return NULL;
     }
     if (unit->depth == 1 && unit->pending == 0 && fp_unit_each(unit, count_holders) < 0) {
@@ -127,7 +127,7 @@ fp_forward_pre(fp_unit *unit, PyObject *ignored)
     }
     PyObject *result = NULL;
     /* A backward through a recorded graph may recompute this forward in a checkpoint before any hook of the unit has run. */
-    if (!unit->for_graph || unit->root->in_backward || fp_graph_task() < 0 ||
+    if (!unit->for_graph || fp_root_in_backward(unit->root) || fp_graph_task() < 0 ||
         fp_backward_come_to(unit, unit->began) == 0) {
         fp_range *range = fp_range_begin("pre_forward", unit->name);
         fp_root *entered = fp_iteration_enter_in_backward(unit->root);
@@ -216,7 +216,7 @@ post_forward(fp_unit *unit, PyObject *output)
         (hook_outputs(unit, output, &hooked, &found) < 0 || note_opaque(unit, output, found) < 0)) {
         return -1;
     }
-    if (root->in_backward) { /* recomputed: its backward comes at once */
+    if (fp_root_in_backward(root)) { /* recomputed: its backward comes at once */
         return 0;
     }
     if (hooked) {
@@ -264,7 +264,7 @@ fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
     if (!PyList_Check(tensors)) {
         return PyErr_Format(PyExc_TypeError, "expected a list of tensors, got %s", Py_TYPE(tensors)->tp_name);
     }
-    if (unit->root == NULL || !unit->root->in_backward || unit->pending == 0) { /* else it was counted */
+    if (unit->root == NULL || !fp_root_in_backward(unit->root) || unit->pending == 0) { /* else it was counted */
         const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->rests);
         if (hooked < 0) {
             return NULL;
@@ -282,7 +282,7 @@ fp_forward_abort(fp_unit *unit, PyObject *ignored)
         Py_RETURN_NONE; /* the forward was refused, and has begun nothing */
     }
     return fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
-                   (!root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0)
+                   (!fp_root_in_backward(root) && root->depth == 0 && fp_iteration_recover(root) < 0)
                ? NULL
                : Py_NewRef(Py_None);
 }

@@ -5,7 +5,7 @@
  *   ---------------------------------------  ---------------------------------------------------------------------------
  *   state, pass and gather_pass of the unit  control flow: which units forward and backward come to, in which order. If
  *                                            that differs between ranks, the collective trace (fp_trace.c) tells all
- *   in_backward, synchronize, create_graph   control flow: all ranks call no_sync() and backward()
+ *   root->phase, root->blocks                control flow: all ranks call no_sync() and backward()
  *   reshard_after_forward, sharded, groups   settings, compared when the unit was made
  *   requires_grad (untracked)                control flow; if ranks differ, the event of the reduction tells them
  *   root->optimizer_steps                    steps of optimizers that hold a parameter of some unit of the model. An
@@ -79,7 +79,7 @@ fp_fresh_is_of_now(const fp_unit *unit)
     if (!fp_unit_is_full(unit) || fp_fresh_is_void(unit)) {
         return 0;
     }
-    if (root->in_backward) {
+    if (fp_root_in_backward(root)) {
         return 1;
     }
     if (fp_unit_has_secondary_shard(unit)) {
@@ -176,8 +176,8 @@ fp_fresh_learn(fp_unit *unit)
     if (unit->seen_writes >= 0 && unit->seen_writes != writes_to(unit)) {
         unit->ahead |= FP_AHEAD_SAW_WRITES;
     }
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        fp_unit *other = root->units[s];
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        fp_unit *other = root->units.items[s];
         if (other->entered_pass != root->pass && !is_learned(other)) {
             other->seen_writes = writes_to(other);
         }

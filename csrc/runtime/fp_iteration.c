@@ -3,8 +3,6 @@
  * off. */
 #include "runtime/fp_iteration.h"
 
-#include "core/fp_alloc.h"
-#include "python/fp_gil.h"
 #include "runtime/fp_check.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_fresh.h"
@@ -32,8 +30,8 @@ fp_iteration_check_joined(const fp_unit *unit)
 int
 fp_iteration_is_elsewhere(const fp_root *root)
 {
-    const int runs = root->in_backward ? fp_graph_is_running(root->ref) : root->depth > 0;
-    return root->closed || (runs && root->caller != fp_graph_caller());
+    const int runs = fp_root_in_backward(root) ? fp_graph_is_running(root->ref) : root->depth > 0;
+    return root->phase == FP_PHASE_CLOSED || (runs && root->caller != fp_graph_caller());
 }
 
 int
@@ -44,7 +42,7 @@ fp_iteration_check_thread(const fp_unit *unit)
     }
     PyErr_Format(
         PyExc_RuntimeError,
-        unit->root->closed
+        unit->root->phase == FP_PHASE_CLOSED
             ? "%U: the model is being recovered, or refreshed: a forward or backward may begin after that"
             : "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
               "reductions of two would come in another order on each rank",
@@ -99,35 +97,23 @@ fp_iteration_move(fp_unit *unit, fp_pass_event event)
 void
 fp_iteration_enter(fp_root *root)
 {
-    const unsigned long self = PyThread_get_thread_ident();
-    if (root->held == 0 || root->holder != self) {
-        if (PyThread_acquire_lock(root->lock, NOWAIT_LOCK) != PY_LOCK_ACQUIRED) {
-            PyThreadState *state = PyEval_SaveThread();
-            PyThread_acquire_lock(root->lock, WAIT_LOCK);
-            fp_gil_restore(state);
-        }
-        root->holder = self;
-    }
-    root->held++;
+    fp_lock_take(&root->lock);
     Py_INCREF(root);
 }
 
 void
 fp_iteration_leave(fp_root *root)
 {
-    if (root == NULL) {
-        return;
+    if (root != NULL) {
+        fp_lock_leave(&root->lock);
+        Py_DECREF(root);
     }
-    if (--root->held == 0) {
-        PyThread_release_lock(root->lock);
-    }
-    Py_DECREF(root);
 }
 
 fp_root *
 fp_iteration_enter_in_backward(fp_root *root)
 {
-    if (!root->in_backward) {
+    if (!fp_root_in_backward(root)) {
         return NULL;
     }
     fp_iteration_enter(root);
@@ -197,16 +183,16 @@ keep_interruption(PyObject **first, int status)
 int
 fp_iteration_recover(fp_root *root)
 {
-    PyObject *units = fp_root_units(root); /* dropping gradients may run code of the user, which may free units */
+    PyObject *units =
+        fp_unit_list_copy(&root->units); /* dropping gradients may run code of the user, which may free units */
     if (units == NULL) {
         return -1;
     }
-    const int in_backward = root->in_backward != FP_BACKWARD_NONE;
+    const int in_backward = fp_root_in_backward(root);
     PyObject *first = NULL; /* owned */
-    root->closed = 1;
-    root->in_backward = FP_BACKWARD_NONE;
+    root->phase = FP_PHASE_CLOSED;
     root->depth = 0;
-    root->n_order = 0;
+    root->order.n = 0;
     root->reducing = root->halfway = root->last_forward = root->last_refreshed = NULL;
     fp_reduce_order_forget(root);
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
@@ -237,7 +223,7 @@ fp_iteration_recover(fp_root *root)
         keep_first(&first, fp_unshard_release(unit));
         keep_first(&first, fp_unshard_show_params(unit));
     }
-    root->closed = 0;
+    root->phase = FP_PHASE_OPEN;
     Py_DECREF(units);
     fp_rest_check(root, "recover");
     if (first != NULL) {
@@ -265,7 +251,7 @@ fp_iteration_look_for_replaced(fp_root *root)
 int
 fp_iteration_begin(fp_root *root)
 {
-    if (root->in_backward && fp_iteration_recover(root) < 0) {
+    if (fp_root_in_backward(root) && fp_iteration_recover(root) < 0) {
         return -1;
     }
     fp_units_check(root, "the begin of a pass");
@@ -273,10 +259,10 @@ fp_iteration_begin(fp_root *root)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_begin_pass(PyTuple_GET_ITEM(root->model_traces, i));
     }
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        root->units[s]->position = root->units[s]->seen_writes = -1;
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        root->units.items[s]->position = root->units.items[s]->seen_writes = -1;
     }
-    root->n_order = 0;
+    root->order.n = 0;
     root->last_forward = root->last_refreshed = NULL;
     return fp_iteration_look_for_replaced(root) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
 }
@@ -292,34 +278,23 @@ refresh(fp_root *root, fp_unit *unit)
 int
 fp_iteration_refresh(fp_root *root)
 {
-    root->closed = 1;
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        fp_fresh_forget_learned(root->units[s]);
+    root->phase = FP_PHASE_CLOSED;
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        fp_fresh_forget_learned(root->units.items[s]);
     }
     const int done = fp_iteration_begin(root) == 0 && fp_root_each(root, refresh) == 0;
     const int status = done ? fp_iteration_wait_until_read(root) : -1;
-    root->closed = 0;
+    root->phase = FP_PHASE_OPEN;
     return status;
 }
 
 int
 fp_iteration_append_order(fp_root *root, fp_unit *unit)
 {
-    if (root->n_order == root->room_order) {
-        const Py_ssize_t room = root->room_order == 0 ? 64 : 2 * root->room_order;
-        fp_unit **order = fp_new_array(room, sizeof *order);
-        if (order == NULL) {
-            return -1;
-        }
-        for (Py_ssize_t i = 0; i < root->n_order; i++) {
-            order[i] = root->order[i];
-        }
-        fp_free(root->order);
-        root->order = order;
-        root->room_order = room;
+    if (fp_unit_list_add(&root->order, unit) < 0) {
+        return -1;
     }
-    unit->position = root->n_order;
-    root->order[root->n_order++] = unit;
+    unit->position = root->order.n - 1;
     return 0;
 }
 
@@ -330,29 +305,21 @@ fp_iteration_leave_root(fp_unit *unit)
     if (root == NULL) {
         return;
     }
-    Py_ssize_t kept = 0;
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        if (root->units[s] != unit) {
-            root->units[kept] = root->units[s];
-            if (root->units[kept]->next_forward == unit) {
-                root->units[kept]->next_forward = NULL;
-            }
-            if (root->units[kept]->next_refreshed == unit) {
-                root->units[kept]->next_refreshed = NULL;
-            }
-            kept++;
-        }
-    }
     fp_reduce_order_leave(root, unit);
-    root->n_units = kept;
-    for (Py_ssize_t i = 0; i < root->n_order; i++) {
-        root->order[i] = root->order[i] == unit ? NULL : root->order[i];
+    fp_unit_list_remove(&root->units, unit);
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        fp_unit *other = root->units.items[s];
+        other->next_forward = other->next_forward == unit ? NULL : other->next_forward;
+        other->next_refreshed = other->next_refreshed == unit ? NULL : other->next_refreshed;
+    }
+    for (Py_ssize_t i = 0; i < root->order.n; i++) {
+        root->order.items[i] = root->order.items[i] == unit ? NULL : root->order.items[i];
     }
     fp_unit **const borrowed[] = {&root->last_forward, &root->last_refreshed, &root->reducing, &root->halfway};
     for (size_t i = 0; i < sizeof borrowed / sizeof *borrowed; i++) {
         *borrowed[i] = *borrowed[i] == unit ? NULL : *borrowed[i];
     }
-    root->error_unit = root->error_unit == unit ? NULL : root->error_unit;
+    root->consensus.error_unit = root->consensus.error_unit == unit ? NULL : root->consensus.error_unit;
     unit->root = NULL;
     Py_DECREF(root);
 }

@@ -2,7 +2,6 @@
  * fp_reduction.c reduces, and fp_consensus.c knows which ranks have gradients. */
 #include "runtime/fp_reduce_order.h"
 
-#include "core/fp_alloc.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"
@@ -33,39 +32,32 @@ is_coming(const fp_unit *unit)
 int
 fp_reduce_order_join(fp_root *root, fp_unit *unit)
 {
-    if (root->reduce_order == NULL && !fp_unit_has_secondary_shard(unit)) {
+    fp_unit_list *order = &root->reduce_order;
+    if (order->n == 0 && !fp_unit_has_secondary_shard(unit)) {
         return 0;
     }
-    fp_unit **joined = fp_new_array(root->n_units + 1, sizeof *joined);
-    if (joined == NULL) {
+    if (fp_unit_list_reserve(order, root->units.n + 1) < 0) {
         return -1;
     }
-    fp_unit *const *before = root->reduce_order == NULL ? root->units : root->reduce_order;
-    for (Py_ssize_t i = 0; i < root->n_units; i++) {
-        joined[i] = before[i];
+    while (order->n < root->units.n) { /* the first unit with a secondary shard: the others join before it */
+        order->items[order->n] = root->units.items[order->n];
+        order->n++;
     }
-    joined[root->n_units] = unit;
-    fp_free(root->reduce_order);
-    root->reduce_order = joined;
+    order->items[order->n++] = unit;
     return 0;
 }
 
 void
 fp_reduce_order_leave(fp_root *root, const fp_unit *unit)
 {
-    Py_ssize_t kept = 0, at = root->reduce_order_at;
-    if (root->reduce_order == NULL) {
-        return;
-    }
-    for (Py_ssize_t i = 0; i < root->n_units; i++) {
-        if (root->reduce_order[i] != unit) {
-            root->reduce_order[kept++] = root->reduce_order[i];
-        }
-        else if (i < root->reduce_order_at) {
-            at--;
+    fp_unit_list *order = &root->reduce_order;
+    for (Py_ssize_t i = 0; i < order->n; i++) {
+        if (order->items[i] == unit) {
+            root->reduce_order_at -= i < root->reduce_order_at;
+            break;
         }
     }
-    root->reduce_order_at = at;
+    fp_unit_list_remove(order, unit);
 }
 
 /* Sort the units that this pass has run by entry, the last first, among the places that they have. The other units keep
@@ -73,20 +65,20 @@ fp_reduce_order_leave(fp_root *root, const fp_unit *unit)
 static void
 learn(fp_root *root)
 {
-    for (Py_ssize_t i = 1; i < root->n_units; i++) {
-        fp_unit *unit = root->reduce_order[i];
+    for (Py_ssize_t i = 1; i < root->units.n; i++) {
+        fp_unit *unit = root->reduce_order.items[i];
         Py_ssize_t at = i;
         for (Py_ssize_t j = i - 1; took_part(unit) && j >= 0; j--) {
-            fp_unit *other = root->reduce_order[j];
+            fp_unit *other = root->reduce_order.items[j];
             if (took_part(other)) {
                 if (other->entry > unit->entry) {
                     break;
                 }
-                root->reduce_order[at] = other;
+                root->reduce_order.items[at] = other;
                 at = j;
             }
         }
-        root->reduce_order[at] = unit;
+        root->reduce_order.items[at] = unit;
     }
 }
 
@@ -107,11 +99,11 @@ void
 fp_reduce_order_forget(fp_root *root)
 {
     fp_consensus_drop(root);
-    root->reduce_order_at = root->n_units;
+    root->reduce_order_at = root->units.n;
     root->cursor = 0;
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        for (Py_ssize_t k = 0; k < root->units[s]->n_flat_params; k++) {
-            fp_flat_param *flat_param = &root->units[s]->flat_params[k];
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        for (Py_ssize_t k = 0; k < root->units.items[s]->n_flat_params; k++) {
+            fp_flat_param *flat_param = &root->units.items[s]->flat_params[k];
             flat_param->reduce_slot = FP_REDUCE_SLOT_OPEN;
             flat_param->wanted = 0;
         }
@@ -146,13 +138,13 @@ fp_reduce_order_begin(fp_root *root)
 {
     int nested = 0, shown = 0;
     fp_reduce_order_forget(root);
-    if (root->reduce_order == NULL) {
+    if (root->reduce_order.n == 0) {
         return 0;
     }
     root->reduce_order_at = 0;
-    root->cursor = root->n_order;
+    root->cursor = root->order.n;
     learn(root);
-    PyObject *units = fp_root_units(root);
+    PyObject *units = fp_unit_list_copy(&root->units);
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
@@ -213,8 +205,8 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 int
 fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
 {
-    while (root->reduce_order_at < root->n_units) {
-        fp_unit *unit = root->reduce_order[root->reduce_order_at];
+    while (root->reduce_order_at < root->units.n) {
+        fp_unit *unit = root->reduce_order.items[root->reduce_order_at];
         const int took = took_part(unit);
         const int comes = cursor >= 0 && is_coming(unit);
         if (fp_unit_has_secondary_shard(unit) && took && (unit->entered <= cursor || comes)) {
@@ -242,11 +234,11 @@ int
 fp_reduce_order_start_reload(fp_root *root)
 {
     int ahead = 0;
-    if (root->reduce_order == NULL) {
+    if (root->reduce_order.n == 0) {
         return 0;
     }
-    for (Py_ssize_t i = root->reduce_order_at; ahead < AHEAD && i < root->n_units; i++) {
-        fp_unit *unit = root->reduce_order[i];
+    for (Py_ssize_t i = root->reduce_order_at; ahead < AHEAD && i < root->units.n; i++) {
+        fp_unit *unit = root->reduce_order.items[i];
         if (!fp_unit_has_secondary_shard(unit) || !is_coming(unit)) {
             continue;
         }
@@ -275,13 +267,13 @@ advance(fp_root *root, Py_ssize_t position)
         if (cursor == position || cursor < 0) {
             continue;
         }
-        fp_unit *unit = root->order[cursor];
+        fp_unit *unit = root->order.items[cursor];
         if (unit != NULL && fp_unit_has_secondary_shard(unit) && !fp_unit_is_full(unit) &&
             fp_unit_awaits_backward(unit) &&
             (fp_unit_is_recorded(unit) ? fp_unshard_make_full(unit) : fp_unshard_start(unit)) < 0) {
             return -1;
         }
-        fp_unit *next = cursor > 0 ? root->order[cursor - 1] : NULL;
+        fp_unit *next = cursor > 0 ? root->order.items[cursor - 1] : NULL;
         if (root->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_unshard_prefetch(next) < 0) {
             return -1;
         }
@@ -293,7 +285,7 @@ int
 fp_reduce_order_reach(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (root->reduce_order == NULL || unit->position < 0) {
+    if (root->reduce_order.n == 0 || unit->position < 0) {
         return 0;
     }
     if (unit->position < root->cursor) {
@@ -316,7 +308,7 @@ fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param)
 int
 fp_reduce_order_end(fp_root *root)
 {
-    if (root->reduce_order == NULL) {
+    if (root->reduce_order.n == 0) {
         return 0;
     }
     return advance(root, -1) < 0 || fp_reduce_order_flush(root, -1) < 0 ? -1 : fp_consensus_end(root);

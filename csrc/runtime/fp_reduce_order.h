@@ -34,5 +34,5 @@ int fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor);
 /* Start copying the accumulated gradients of the next two units from host memory: the next gradients are added to them. */
 int fp_reduce_order_start_reload(fp_root *root);
 
-int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* before units and n_units are changed */
+int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* before units is changed */
 void fp_reduce_order_leave(fp_root *root, const fp_unit *unit);

@@ -37,11 +37,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->forward_prefetch = forward_prefetch;
     root->model_traces = PyTuple_New(0);
     root->ref = fp_unit_ref_new(root, "the model", &fp_backward_root_calls);
-    root->lock = PyThread_allocate_lock();
-    if (root->lock == NULL && !PyErr_Occurred()) {
-        PyErr_NoMemory();
-    }
-    if (root->model_traces == NULL || root->ref == NULL || root->lock == NULL) {
+    if (root->model_traces == NULL || root->ref == NULL || fp_lock_make(&root->lock) < 0) {
         Py_CLEAR(root);
     }
     return (PyObject *)root;
@@ -55,7 +51,7 @@ root_traverse(fp_root *root, visitproc visit, void *arg)
     Py_VISIT(root->watched);
     Py_VISIT(root->find_tensors);
     Py_VISIT(root->model_traces);
-    Py_VISIT(root->error);
+    Py_VISIT(root->consensus.error);
     return fp_consensus_traverse(root, visit, arg);
 }
 
@@ -77,12 +73,10 @@ root_dealloc(PyObject *self)
     Py_CLEAR(root->find_tensors);
     Py_CLEAR(root->model_traces);
     fp_consensus_drop(root);
-    fp_free(root->units);
-    fp_free(root->reduce_order);
-    fp_free(root->order);
-    if (root->lock != NULL) {
-        PyThread_free_lock(root->lock);
-    }
+    fp_free(root->units.items);
+    fp_free(root->reduce_order.items);
+    fp_free(root->order.items);
+    fp_lock_free(&root->lock);
     fp_free_object(self);
 }
 
@@ -112,7 +106,7 @@ root_recover(fp_root *root, PyObject *ignored)
 static PyObject *
 root_refresh(fp_root *root, PyObject *ignored)
 {
-    if (root->in_backward || root->depth > 0 || root->closed) {
+    if (root->phase != FP_PHASE_OPEN || root->depth > 0) {
         return PyErr_Format(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
     }
     Py_INCREF(root);
@@ -176,14 +170,16 @@ static PyObject *
 root_state(const fp_root *root, void *ignored)
 {
     const int runs = fp_graph_task() >= 0 || fp_graph_is_running(root->ref);
-    const char *state = root->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : root->depth > 0 ? "FORWARD" : "IDLE";
+    const char *state = fp_root_in_backward(root) ? (runs ? "BACKWARD" : "INTERRUPTED")
+                        : root->depth > 0         ? "FORWARD"
+                                                  : "IDLE";
     return PyUnicode_FromString(state);
 }
 
 static PyObject *
 root_awaits_backward(const fp_root *root, void *ignored)
 {
-    return PyBool_FromLong(root->n_order > 0);
+    return PyBool_FromLong(root->order.n > 0);
 }
 
 static PyMethodDef root_methods[] = {

@@ -11,18 +11,59 @@ fp_unit_collectives(const fp_unit *unit)
     return unit->root->through_python ? unit->root->collectives : NULL;
 }
 
+int
+fp_unit_list_reserve(fp_unit_list *list, Py_ssize_t room)
+{
+    if (room <= list->room) {
+        return 0;
+    }
+    fp_unit **items = fp_new_array(room, sizeof *items);
+    if (items == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < list->n; i++) {
+        items[i] = list->items[i];
+    }
+    fp_free(list->items);
+    list->items = items;
+    list->room = room;
+    return 0;
+}
+
+int
+fp_unit_list_add(fp_unit_list *list, fp_unit *unit)
+{
+    if (list->n == list->room && fp_unit_list_reserve(list, list->room == 0 ? 64 : 2 * list->room) < 0) {
+        return -1;
+    }
+    list->items[list->n++] = unit;
+    return 0;
+}
+
+void
+fp_unit_list_remove(fp_unit_list *list, const fp_unit *unit)
+{
+    Py_ssize_t left = 0;
+    for (Py_ssize_t i = 0; i < list->n; i++) {
+        if (list->items[i] != unit) {
+            list->items[left++] = list->items[i];
+        }
+    }
+    list->n = left;
+}
+
 PyObject *
-fp_root_units(const fp_root *root)
+fp_unit_list_copy(const fp_unit_list *list)
 {
     PyObject *units = NULL;
-    while (units == NULL || PyTuple_GET_SIZE(units) != root->n_units) { /* the allocation may collect units */
-        Py_XSETREF(units, PyTuple_New(root->n_units));
+    while (units == NULL || PyTuple_GET_SIZE(units) != list->n) { /* the allocation may collect units */
+        Py_XSETREF(units, PyTuple_New(list->n));
         if (units == NULL) {
             return NULL;
         }
     }
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        PyTuple_SET_ITEM(units, s, Py_NewRef(root->units[s]));
+    for (Py_ssize_t s = 0; s < list->n; s++) {
+        PyTuple_SET_ITEM(units, s, Py_NewRef(list->items[s]));
     }
     return units;
 }
@@ -30,7 +71,7 @@ fp_root_units(const fp_root *root)
 int
 fp_unit_check_idle(const fp_unit *unit, const char *what)
 {
-    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
+    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && fp_root_in_backward(unit->root))) {
         PyErr_Format(PyExc_RuntimeError, "%U cannot %s in the middle of a pass", unit->name, what);
         return -1;
     }
@@ -93,7 +134,7 @@ fp_unit_end_together(const fp_unit *unit, int what, int status)
 int
 fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit))
 {
-    PyObject *units = fp_root_units(root);
+    PyObject *units = fp_unit_list_copy(&root->units);
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         status = call(root, (fp_unit *)PyTuple_GET_ITEM(units, s));

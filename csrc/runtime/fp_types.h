@@ -18,9 +18,22 @@
  *     fp_unit, fp_root           the Python types */
 #pragma once
 
+#include "python/fp_lock.h"
 #include "runtime/fp_flat_param.h"
 
 struct fp_unit;
+
+/* A growing array of units, zeroed at first. */
+typedef struct {
+    struct fp_unit **items; /* [n], with memory for room; the array is owned, the units are borrowed */
+    Py_ssize_t n, room;
+} fp_unit_list;
+
+int fp_unit_list_reserve(fp_unit_list *list, Py_ssize_t room);  /* memory for room units; 0; -1 with MemoryError */
+int fp_unit_list_add(fp_unit_list *list, struct fp_unit *unit); /* 0; -1 with MemoryError, not after a reserve */
+void fp_unit_list_remove(fp_unit_list *list, const struct fp_unit *unit);
+/* New tuple of the units, which it keeps alive: for loops that run Python code, in which a unit may leave the list. */
+PyObject *fp_unit_list_copy(const fp_unit_list *list);
 
 /* One all-reduce of flags over one group: what its ranks tell each other about the units that are sharded over it. Made and
  * freed by fp_consensus.c. The units and their order are the same on all ranks of the group. */
@@ -34,13 +47,22 @@ typedef struct {
     int rank, ranks; /* this rank in the group; the group's size */
 } fp_exchange;
 
-/* Whether a backward is under way, and what happens to its graph. Alike on all ranks. */
+/* What the ranks tell each other in a backward: fp_consensus.h. Zeroed outside of one. */
+typedef struct {
+    fp_exchange *exchanges; /* [n] owned, one a group */
+    Py_ssize_t n;
+    PyObject *error;                  /* owned; the first error of this rank that all ranks raise at the end; or NULL */
+    const struct fp_unit *error_unit; /* borrowed; the unit that raised it */
+} fp_consensus;
+
+/* What a model may begin. In a backward: what happens to its graph. Alike on all ranks. */
 typedef enum {
-    FP_BACKWARD_NONE = 0, /* none is */
-    FP_BACKWARD_FREES,    /* the graph is freed */
-    FP_BACKWARD_RETAINS,  /* it may be used again (retain_graph=True) */
-    FP_BACKWARD_RECORDS,  /* the gradients may be differentiated (create_graph=True) */
-} fp_backward_kind;
+    FP_PHASE_OPEN = 0, /* a forward or backward may begin; forwards may be under way */
+    FP_PHASE_CLOSED,   /* a recovery or refresh() is under way: none may begin */
+    FP_PHASE_FREES,    /* a backward, and its graph is freed */
+    FP_PHASE_RETAINS,  /* a backward, and its graph may be used again (retain_graph=True) */
+    FP_PHASE_RECORDS,  /* a backward, and its gradients may be differentiated (create_graph=True) */
+} fp_phase;
 
 /* _C.Root. Units own it (fp_unit.root); it borrows them. A unit that is freed takes itself out of every list here
  * (fp_iteration_leave_root). */
@@ -54,12 +76,10 @@ typedef struct {
     PyObject *model_traces; /* tuple of ModelTrace: they are told where passes begin and backwards end */
 
     /* Units: all pointers are borrowed. */
-    struct fp_unit **units; /* [n_units] in the order in which they joined */
-    Py_ssize_t n_units;
-    /* [n_order, with memory for room_order] The post-forward order of this pass. An entry is NULL if its unit is gone. A unit
-     * whose forward ran twice has two entries. Empty when a pass begins and after a backward. */
-    struct fp_unit **order;
-    Py_ssize_t n_order, room_order;
+    fp_unit_list units; /* in the order in which they joined */
+    /* The post-forward order of this pass. An entry is NULL if its unit is gone. A unit whose forward ran twice has two
+     * entries. Empty when a pass begins and after a backward. */
+    fp_unit_list order;
     /* The unit whose forward began last in this pass, and the stale one: the next unit is noted as their next_forward and
      * next_refreshed. NULL when a pass begins. */
     struct fp_unit *last_forward, *last_refreshed;
@@ -74,29 +94,23 @@ typedef struct {
     int through_python; /* decided when a pass begins: collectives go through Python */
     int always_python;  /* set by Python, as a communication hook needs it: through_python becomes 1 in each pass */
 
-    /* The backward under way. A backward that raised leaves in_backward set, and the next call recovers. */
-    fp_backward_kind in_backward; /* set from the first call of autograd until finish() in fp_backward.c */
+    /* A backward is under way from the first call of autograd until finish() in fp_backward.c. A backward that raised stays
+     * under way, and the next call recovers. */
+    fp_phase phase;
 
     /* Threads: fp_iteration.c. */
-    int closed;       /* 1 during a recovery or refresh(): no forward or backward may begin */
     Py_ssize_t depth; /* forwards under way, those inside another one included */
-    uintptr_t caller; /* the user's thread of the iteration (fp_graph_caller); valid if depth > 0 or in_backward */
-    PyThread_type_lock lock; /* owned; a thread holds it while it works on units in a backward */
-    unsigned long holder;    /* ident of that thread; valid if held > 0 */
-    int held;                /* times that the holder has entered: it may enter again; 0: the lock is free */
+    uintptr_t caller; /* the user's thread of the iteration (fp_graph_caller); valid if depth > 0 or in a backward */
+    fp_lock lock;     /* a thread holds it while it works on units in a backward */
 
     /* Reduce order: fp_reduce_order.h. */
-    /* [n_units] all units, borrowed. NULL until a unit with a secondary shard joins; the next two are not used then. */
-    struct fp_unit **reduce_order;
-    Py_ssize_t reduce_order_at; /* index in reduce_order of the unit whose turn is next; n_units: no turn is left */
-    Py_ssize_t cursor;          /* index in order of the unit that this backward has come to; n_order: none yet */
+    fp_unit_list
+        reduce_order; /* all units. Empty until one with a secondary shard joins; then the next two are unused */
+    Py_ssize_t reduce_order_at; /* index in reduce_order of the unit whose turn is next; units.n: no turn is left */
+    Py_ssize_t cursor;          /* index in order of the unit that this backward has come to; order.n: none yet */
     Py_ssize_t entries;         /* gives fp_unit.entry: first forwards of units in a pass, over all passes */
 
-    /* Consensus in a backward: fp_consensus.h. */
-    fp_exchange *exchanges; /* [n_exchanges] owned, one a group; NULL outside of a backward */
-    Py_ssize_t n_exchanges;
-    PyObject *error;                  /* owned; the first error of this rank that all ranks raise at the end; or NULL */
-    const struct fp_unit *error_unit; /* borrowed; the unit that raised it */
+    fp_consensus consensus;
 
     /* Counters that never decrease. */
     int64_t pass; /* passes begun; incremented before the first collective of a pass */
@@ -121,7 +135,6 @@ typedef struct fp_unit {
     Py_ssize_t n_flat_params;
     struct fp_unit *next_forward;   /* borrowed; the unit whose forward followed when this one ran last: prefetched */
     struct fp_unit *next_refreshed; /* borrowed; the same among the units that were stale */
-    struct fp_unit *next_full;      /* borrowed; list of the units in the process that stay full: see full_units */
     fp_unit_ref *ref;               /* hooks and nodes call the unit through it */
 
     /* Settings, alike on all ranks. */
@@ -141,7 +154,7 @@ typedef struct fp_unit {
     uint64_t began; /* fp_graph_now() at the start of its outermost forward, the one under way or the last one */
     int64_t gather_pass;  /* the last pass that gathered or used the unsharded data; -1: the data is not valid */
     int64_t entered_pass; /* the last pass that ran its forward; -1: none */
-    Py_ssize_t entered;   /* root->n_order when its first forward of that pass began */
+    Py_ssize_t entered;   /* root->order.n when its first forward of that pass began */
     Py_ssize_t entry; /* number of that first forward, counted by root->entries: units are reduced in reverse of it */
 
     /* Validity of the unsharded data: fp_fresh.c. */
@@ -202,6 +215,13 @@ fp_unit_is_recorded(const fp_unit *unit)
     return unit->recorded == unit->root->optimizer_steps;
 }
 
+/* 1: a backward of the model is under way, or has raised and nobody has recovered yet. */
+static inline int
+fp_root_in_backward(const fp_root *root)
+{
+    return root->phase >= FP_PHASE_FREES;
+}
+
 /* 1: a backward reduces the gradients; 0: it accumulates them, as a no_sync() block is open. */
 static inline int
 fp_root_synchronizes(const fp_root *root)
@@ -234,8 +254,6 @@ fp_unit_is_full(const fp_unit *unit)
     return unit->state >= FP_UNIT_GATHERING;
 }
 
-/* New tuple of all units, which it keeps alive: for loops that run Python code, in which a unit may leave the root. */
-PyObject *fp_root_units(const fp_root *root);
 PyObject *
 fp_unit_collectives(const fp_unit *unit); /* borrowed: the Python object that does collectives; NULL: C does */
 

@@ -17,27 +17,8 @@
 
 /* ---- construction ---- */
 
-/* Borrowed; a list of all units in the process that stay gathered, by next_full. A process has one optimizer count for all
- * module objects, so it has one list. */
-static fp_unit *full_units;
-
-static void
-enlist(fp_unit *unit)
-{
-    unit->next_full = full_units;
-    full_units = unit;
-}
-
-static void
-delist(fp_unit *unit)
-{
-    for (fp_unit **at = &full_units; *at != NULL; at = &(*at)->next_full) {
-        if (*at == unit) {
-            *at = unit->next_full;
-            return;
-        }
-    }
-}
+/* All units in the process that stay gathered. A process has one optimizer count for all module objects, so it has one list. */
+static fp_unit_list full_units;
 
 static PyObject *
 unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -72,8 +53,8 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         }
         stays_full = stays_full || fp_flat_param_stays_full(&unit->flat_params[k]);
     }
-    if (stays_full) {
-        enlist(unit);
+    if (stays_full && fp_unit_list_add(&full_units, unit) < 0) {
+        goto fail;
     }
     PyObject_GC_Track(unit);
     return (PyObject *)unit;
@@ -125,7 +106,7 @@ unit_dealloc(PyObject *self)
         return;
     }
     PyObject_GC_UnTrack(self);
-    delist(unit);
+    fp_unit_list_remove(&full_units, unit);
     fp_unit_ref_drop(unit->ref);
     fp_iteration_leave_root(unit);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -155,19 +136,15 @@ unit_join(fp_unit *unit, PyObject *root_object)
     if (fp_unit_check_idle(unit, "join another model") < 0) {
         return NULL;
     }
-    fp_unit **units = fp_new_array(root->n_units + 1, sizeof *units);
-    if (units == NULL || fp_reduce_order_join(root, unit) < 0) {
-        fp_free(units);
+    if (fp_unit_list_reserve(&root->units, root->units.n + 1) < 0) {
+        return NULL;
+    }
+    if (fp_reduce_order_join(root, unit) < 0) {
         return NULL;
     }
     PyObject *left = Py_XNewRef(unit->root); /* owned: freeing it may run code, in which units may join this root */
     fp_iteration_leave_root(unit);
-    for (Py_ssize_t s = 0; s < root->n_units; s++) {
-        units[s] = root->units[s];
-    }
-    units[root->n_units++] = unit;
-    fp_free(root->units);
-    root->units = units;
+    root->units.items[root->units.n++] = unit; /* there is room */
     unit->root = (fp_root *)Py_NewRef(root);
     unit->gather_pass = unit->entered_pass = unit->accumulated_steps = unit->recorded = unit->seen_writes = -1;
     Py_XDECREF(left);
@@ -611,20 +588,18 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t i = 0; i < nargs; i++) {
         fp_root *root = ((fp_unit *)args[i])->root;
-        if (root != NULL && !root->in_backward) {
+        if (root != NULL && !fp_root_in_backward(root)) {
             root->optimizer_steps++;
         }
     }
     fp_optimizer_steps++;
-    int status = 0;
-    fp_unit *next = (fp_unit *)Py_XNewRef(full_units);
-    while (next != NULL) { /* making new views may run code that frees other units */
-        fp_unit *unit = next;
-        status = status < 0 ? -1 : fp_unshard_hide_old(unit);
-        next = (fp_unit *)Py_XNewRef(unit->next_full);
-        Py_DECREF(unit);
+    PyObject *units = fp_unit_list_copy(&full_units);
+    int status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        status = fp_unshard_hide_old((fp_unit *)PyTuple_GET_ITEM(units, s));
     }
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    Py_XDECREF(units);
+    return fp_none_unless(status);
 }
 
 static PyObject *

@@ -79,7 +79,7 @@ fp_unshard_make_views(fp_unit *unit, Py_ssize_t index)
 static int
 renew(fp_unit *unit, Py_ssize_t index, int changed)
 {
-    const int renewed = unit->root->in_backward || (!changed && fp_unit_awaits_backward(unit))
+    const int renewed = fp_root_in_backward(unit->root) || (!changed && fp_unit_awaits_backward(unit))
                             ? 0
                             : fp_flat_buffer_renew(unit->flat_params[index].flat, freed_reason(unit));
     return renewed > 0 ? make_views(unit, index, renewed) : renewed;
@@ -225,7 +225,8 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             continue;
         }
         flat_param->gathered = 0;
-        const int refresh = !fp_flat_param_has_secondary_shard(flat_param) || (unit->stale && !root->in_backward);
+        const int refresh =
+            !fp_flat_param_has_secondary_shard(flat_param) || (unit->stale && !fp_root_in_backward(root));
         if (!refresh && fp_flat_buffer_is_gathered(flat_param->flat)) {
             flat_param->gathered = 1;
             continue; /* it stays gathered, and its values are current */
@@ -271,7 +272,7 @@ start_gather(fp_unit *unit)
     if (fp_unshard_check_memory(unit) < 0) {
         return -1;
     }
-    if (!root->in_backward && !fp_unit_has_secondary_shard(unit) && fp_unshard_sync_user_writes(unit) < 0) {
+    if (!fp_root_in_backward(root) && !fp_unit_has_secondary_shard(unit) && fp_unshard_sync_user_writes(unit) < 0) {
         return -1;
     }
     /* Data that was gathered in the capture of a CUDA graph has values in a replay only, and the graph owns its memory. */
@@ -279,7 +280,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     /* 1: the flat parameters that are gathered have current values: the others were freed, or their gathers failed. */
-    const int goes_on = root->in_backward || (unit->state == FP_UNIT_PARTLY && unit->gather_pass == root->pass);
+    const int goes_on = fp_root_in_backward(root) || (unit->state == FP_UNIT_PARTLY && unit->gather_pass == root->pass);
     if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
         return -1;
     }
@@ -311,8 +312,8 @@ fp_unshard_start(fp_unit *unit)
 int
 fp_unshard_is_for_graph(const fp_unit *unit)
 {
-    const fp_backward_kind kind = unit->root->in_backward;
-    return kind == FP_BACKWARD_RECORDS || (kind == FP_BACKWARD_RETAINS && unit->for_graph);
+    const fp_phase phase = unit->root->phase;
+    return phase == FP_PHASE_RECORDS || (phase == FP_PHASE_RETAINS && unit->for_graph);
 }
 
 int
@@ -322,8 +323,8 @@ fp_unshard_make_full(fp_unit *unit)
     if (fresh < 0) {
         return -1;
     }
-    const int is_ahead =
-        fresh && unit->state == FP_UNIT_GATHERING && !unit->root->in_backward && !fp_unit_has_secondary_shard(unit);
+    const int is_ahead = fresh && unit->state == FP_UNIT_GATHERING && !fp_root_in_backward(unit->root) &&
+                         !fp_unit_has_secondary_shard(unit);
     if (is_ahead && fp_unit_is_sharded(unit) && fp_fresh_check_ahead(unit) < 0) {
         return -1;
     }
@@ -392,7 +393,7 @@ int
 fp_unshard_hide_old(fp_unit *unit)
 {
     /* Not KEPT: the graph that needs the data is refused with another message. */
-    const int is_free = unit->root != NULL && !unit->root->in_backward && !fp_unit_is_in_forward(unit) &&
+    const int is_free = unit->root != NULL && !fp_root_in_backward(unit->root) && !fp_unit_is_in_forward(unit) &&
                         (unit->state == FP_UNIT_SHARDED || unit->state == FP_UNIT_UNSHARDED);
     for (Py_ssize_t k = 0; is_free && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
