@@ -1,4 +1,5 @@
-/* core/fp_boxes.h -- an element range of an N-D parameter as boxes. Pure C11: no Python.h, no torch.
+/* core/fp_boxes.h -- an element range of an N-D parameter as boxes, for checkpoints: a file has N-D tensors, and a shard has
+ * a range of elements. Pure C11: no Python.h, no torch. Nothing is allocated; safe without the GIL.
  * Sizes are in ELEMENTS. Elements are counted in row-major order of the shape; ranges are half-open: [begin, end). */
 #pragma once
 

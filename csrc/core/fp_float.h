@@ -1,7 +1,7 @@
-/* core/fp_float.h -- one element at a time: load, round, store for each dtype. Pure C11: no Python.h, no torch. This is
- * the definition of all conversions. Vector kernels give the same bits, except for a NaN, which may be any NaN. All
- * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. Devices of CUDA have an
- * instruction for each conversion, with the same results (PTX ISA, cvt). */
+/* core/fp_float.h -- load, round and store one element of each dtype. Pure C11: no Python.h, no torch. These functions define
+ * all conversions of the core and of csrc/cuda. The vector kernels of the core give the same bits, except that a NaN may
+ * become another NaN. All rounding is to nearest even. Memory is read and written by memcpy, so no address needs to be
+ * aligned. On CUDA each conversion is one instruction with the same results (PTX ISA, cvt). Nothing can fail. */
 #pragma once
 
 #include <stdint.h>
@@ -169,8 +169,9 @@ fp_round_f32(float value, fp_dtype dtype)
     return value;
 }
 
-/* Element i of an array of fp64, or of another dtype, becomes value, which was of dtype from: times scale, if has_scale, and
- * added to what stands there, if adds. Each step rounds to dtype. */
+/* Write value to element i of an array: multiplied by scale if has_scale, and added to the present element if adds. Each
+ * step rounds to the array's dtype, as fp_pack_opts (core/fp_pack.h) says. fp_put_f64: for an array of fp64. fp_put_f32: for
+ * one of another dtype; from: the dtype that value was loaded from. */
 FP_HD static inline void
 fp_put_f64(void *array, size_t i, double value, int has_scale, double scale, int adds)
 {

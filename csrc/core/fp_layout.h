@@ -1,5 +1,5 @@
-/* core/fp_layout.h -- where the original parameters lie in a flat parameter. Pure C11: no Python.h, no torch.
- * Sizes are in ELEMENTS unless the name ends in _bytes. Ranges are half-open, except where torch's metadata is given.
+/* core/fp_layout.h -- the places of the original parameters in a flat parameter. Pure C11: no Python.h, no torch.
+ * Sizes are in ELEMENTS unless the name ends in _bytes. Ranges are half-open, except for end_element, as torch has it.
  *
  * The layout is that of FlatParamHandle._init_flat_param_and_metadata (torch 2.13). With an alignment (torch's
  * use_orig_params) padding goes before a parameter to start it at a multiple of the alignment, and after the last one
@@ -13,16 +13,16 @@
 
 #include "core/fp_status.h"
 
-/* Owns its arrays: filled by fp_layout_init, given back by fp_layout_clear. Nobody else writes to it, so after
- * fp_layout_init several threads may read it. */
+/* It owns its arrays: fp_layout_init() allocates them, fp_layout_clear() frees them. No other function writes to it, so
+ * several threads may read it in between. _C.Layout embeds one. */
 typedef struct {
     int64_t world_size;
     int64_t item_bytes;
-    int64_t alignment;     /* elements; 0: none */
-    int64_t numel;         /* the unsharded flat parameter: parameters and all padding items */
-    int64_t numel_params;  /* without padding */
-    int64_t shard_numel;   /* every rank's padded shard */
-    int64_t padded_numel;  /* shard_numel * world_size: what an all-gather fills */
+    int64_t alignment;     /* parameters start at multiples of it; 0: anywhere */
+    int64_t numel;         /* of the unsharded flat parameter: parameters and all padding items */
+    int64_t numel_params;  /* of the parameters, without padding */
+    int64_t shard_numel;   /* of every rank's shard, with padding */
+    int64_t padded_numel;  /* shard_numel * world_size: the numel of an all-gather's output */
     size_t num_params;     /* >= 1 */
     size_t num_items;      /* parameters and paddings */
     int64_t *starts;       /* [num_params] first element of each parameter, ascending */
@@ -31,14 +31,14 @@ typedef struct {
     unsigned char *is_pad; /* [num_items] torch's _is_padding_mask: 1 for a padding */
 } fp_layout;
 
-/* What a range of the flat parameter, such as a rank's shard, holds of one parameter: torch's _ShardParamInfo. When
- * in_range is 0 the rest is 0. */
+/* The elements of one parameter that lie in a range of the flat parameter, such as a rank's shard: torch's
+ * _ShardParamInfo. */
 typedef struct {
-    int in_range;
-    int64_t offset;      /* first held element, counted in the range */
-    int64_t numel;       /* held elements */
-    int64_t start;       /* first held element, counted in the parameter */
-    int64_t end_element; /* last held element, counted in the parameter: INCLUSIVE, as torch has it */
+    int in_range;        /* 0: no element lies in the range, and the other fields are 0 */
+    int64_t offset;      /* the first of these elements, counted in the range */
+    int64_t numel;       /* how many there are */
+    int64_t start;       /* the first of them, counted in the parameter */
+    int64_t end_element; /* the last of them, counted in the parameter: INCLUSIVE, as torch has it */
 } fp_param_part;
 
 /* Lay out n parameters.
@@ -56,16 +56,16 @@ typedef struct {
 fp_status fp_layout_init(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
                          int64_t world_size, int64_t item_bytes);
 
-/* Give back the arrays. Allowed for a zeroed layout and twice. */
+/* Free the arrays and zero the layout. A zeroed layout is allowed, so a second call is, too. */
 void fp_layout_clear(fp_layout *layout);
 
-/* The parameters [*first, *last) that have elements in [begin, end), 0 <= begin <= end: none for an empty range. Like
- * torch, it counts an empty parameter inside the range as one that has. Binary search: O(log n). */
+/* Find the parameters [*first, *last) that have elements in [begin, end), 0 <= begin <= end; none for an empty range. As in
+ * torch, a parameter without elements counts if it lies inside the range. Binary search: O(log n). */
 void fp_layout_params_in(const fp_layout *layout, int64_t begin, int64_t end, size_t *first, size_t *last);
 
-/* What [begin, end), 0 <= begin <= end, holds of parameter i < num_params. O(1). */
+/* The elements of parameter i < num_params that lie in [begin, end), 0 <= begin <= end. O(1). */
 fp_param_part fp_layout_part(const fp_layout *layout, size_t i, int64_t begin, int64_t end);
 
-/* The range [*begin, *end) of a rank's padded shard; it may reach past the unsharded flat parameter, as torch's does.
- * FP_EINVAL unless 0 <= rank < world_size. */
+/* Write the range [*begin, *end) of a rank's padded shard; as in torch, it may reach past numel. FP_EINVAL, and nothing
+ * written, unless 0 <= rank < world_size. */
 fp_status fp_layout_shard_range(const fp_layout *layout, int64_t rank, int64_t *begin, int64_t *end);

@@ -1,11 +1,11 @@
-/* core/fp_simd.h -- which instruction set the packing loops use: found at run time, or forced by a switch.
+/* core/fp_simd.h -- the instruction set that the packing loops use: found at run time; tests choose another.
  * Pure C11: no Python.h, no torch. Safe in several threads and without the GIL. */
 #pragma once
 
 #include "core/fp_status.h"
 
 typedef enum {
-    FP_SIMD_BASELINE = 0, /* what every processor of the architecture has */
+    FP_SIMD_BASELINE = 0, /* the instructions that every processor of the architecture has */
     FP_SIMD_AVX2,         /* AVX2 and F16C */
     FP_SIMD_AVX512,       /* AVX-512F and BW */
     FP_SIMD_NEON,         /* aarch64 */
@@ -13,7 +13,7 @@ typedef enum {
 
 enum { FP_SIMD_COUNT = 4 };
 
-/* 1 if this processor and operating system can run the level (it was compiled in, too), else 0. */
+/* 1 if the level was compiled in, and this processor and operating system can run it; else 0. */
 int fp_simd_supported(fp_simd_level level);
 
 /* The level in use: the best supported one, until fp_simd_set_level() chose another. */

@@ -17,7 +17,7 @@ static const unsigned char pass_moves[FP_PASS_EVENTS][FP_PASS_STATES] = {
     [FP_PASS_BEGIN_FORWARD] = {FORWARD, FORWARD, AGAIN, AGAIN, RECOMPUTING, RECOMPUTING}, /* a module may call itself */
     [FP_PASS_END_FORWARD] = {0, IDLE, AWAITING, 0, 0, BACKWARD},
     [FP_PASS_EXPECT_BACKWARD] = {AWAITING, AGAIN, AGAIN, AWAITING, 0, 0},
-    /* From IDLE: of a graph that was kept, or of a forward that was recomputed in this backward. */
+    /* From IDLE: the backward of a retained graph, or of a forward that was recomputed in this backward. */
     [FP_PASS_BEGIN_BACKWARD] = {BACKWARD, RECOMPUTING, RECOMPUTING, BACKWARD, BACKWARD, RECOMPUTING},
     [FP_PASS_FINISH_BACKWARD] = {IDLE, FORWARD, FORWARD, IDLE, IDLE, FORWARD}, /* backward may not have come to it */
     [FP_PASS_RESET] = {IDLE, IDLE, IDLE, IDLE, IDLE, IDLE},
@@ -34,7 +34,7 @@ enum { SHARDED = 1 + FP_UNIT_SHARDED, PARTLY, GATHERING, UNSHARDED, KEPT };
 static const unsigned char unit_moves[FP_UNIT_EVENTS][FP_UNIT_STATES] = {
     [FP_UNIT_BEGIN_GATHER] = {PARTLY, PARTLY, PARTLY, PARTLY, PARTLY}, /* the values may have changed since */
     [FP_UNIT_END_START] = {0, GATHERING, 0, 0, 0},
-    [FP_UNIT_USE] = {0, 0, GATHERING, UNSHARDED, GATHERING}, /* nobody may have waited for what is kept */
+    [FP_UNIT_USE] = {0, 0, GATHERING, UNSHARDED, GATHERING}, /* KEPT: perhaps no call has waited for the gather */
     [FP_UNIT_ARRIVE] = {0, 0, UNSHARDED, 0, 0},
     [FP_UNIT_FAIL] = {0, 0, PARTLY, 0, 0},
     [FP_UNIT_FREE_SOME] = {SHARDED, PARTLY, PARTLY, PARTLY, PARTLY},
@@ -58,7 +58,7 @@ static const unsigned char data_moves[FP_DATA_EVENTS][FP_DATA_STATES] = {
     [FP_DATA_ARRIVE] = {0, 0, Sharded, Unsharded, 0, Sharded},
     [FP_DATA_FAIL] = {0, 0, Sharded, Sharded, 0, Sharded},
     [FP_DATA_ABANDON] = {0, 0, Abandoned, Abandoned, 0, Abandoned},
-    [FP_DATA_FORGET] = {Sharded, Borrowed, 0, 0, Sharded, 0}, /* never what a collective writes to */
+    [FP_DATA_FORGET] = {Sharded, Borrowed, 0, 0, Sharded, 0}, /* not while a collective may write to the memory */
 };
 static const char *const data_states[] = {"SHARDED", "BORROWED", "REFRESHING", "GATHERING", "UNSHARDED", "ABANDONED"};
 static const char *const data_events[] = {"prepare", "borrow", "refresh", "gather", "fill",
@@ -69,8 +69,8 @@ const fp_state_table fp_data_moves = TABLE(data_moves, data_states, data_events)
 
 enum { NONE = 1 + FP_GRADIENT_NONE, PACKED, INNER, PARTIAL, REDUCING, ARRIVING };
 static const unsigned char gradient_moves[FP_GRADIENT_EVENTS][FP_GRADIENT_STATES] = {
-    [FP_GRADIENT_PACK] = {PACKED, PACKED, 0, 0, 0, 0},       /* more of another graph task, before its turn */
-    [FP_GRADIENT_REDUCE_INNER] = {INNER, INNER, 0, 0, 0, 0}, /* from NONE: what no_sync has kept, or zeros */
+    [FP_GRADIENT_PACK] = {PACKED, PACKED, 0, 0, 0, 0},       /* PACKED: another graph task gives more before the turn */
+    [FP_GRADIENT_REDUCE_INNER] = {INNER, INNER, 0, 0, 0, 0}, /* NONE: the accumulated gradient, or zeros */
     [FP_GRADIENT_REDUCE_PARTIAL] = {PARTIAL, PARTIAL, 0, 0, 0, 0},
     [FP_GRADIENT_REDUCE] = {REDUCING, REDUCING, REDUCING, 0, 0, 0},
     [FP_GRADIENT_ACCUMULATE] = {0, 0, NONE, NONE, 0, 0},
@@ -84,12 +84,12 @@ static const char *const gradient_events[] = {"pack",       "reduce_inner", "red
                                               "accumulate", "send",         "take",           "forget"};
 const fp_state_table fp_gradient_moves = TABLE(gradient_moves, gradient_states, gradient_events);
 
-/* ---- its turn in the order of reductions ---- */
+/* ---- the reduce slot of a flat parameter ---- */
 
 enum { OPEN = 1 + FP_REDUCE_SLOT_OPEN, COMING, WAITING, PASSED };
 static const unsigned char reduce_slot_moves[FP_REDUCE_SLOT_EVENTS][FP_REDUCE_SLOT_STATES] = {
-    [FP_REDUCE_SLOT_EXPECT] = {COMING, 0, COMING, 0},            /* again where a reentrant checkpoint gives more */
-    [FP_REDUCE_SLOT_PACK] = {WAITING, WAITING, WAITING, PASSED}, /* kept in no_sync after its turn */
+    [FP_REDUCE_SLOT_EXPECT] = {COMING, 0, COMING, 0},            /* PACKED: a reentrant checkpoint gives more */
+    [FP_REDUCE_SLOT_PACK] = {WAITING, WAITING, WAITING, PASSED}, /* PASSED: accumulated in no_sync after the turn */
     [FP_REDUCE_SLOT_PASS] = {PASSED, PASSED, PASSED, PASSED},
     [FP_REDUCE_SLOT_FORGET] = {OPEN, OPEN, OPEN, OPEN},
 };
@@ -97,16 +97,17 @@ static const char *const reduce_slot_states[] = {"OPEN", "COMING", "PACKED", "PA
 static const char *const reduce_slot_events[] = {"expect", "pack", "pass", "forget"};
 const fp_state_table fp_reduce_slot_moves = TABLE(reduce_slot_moves, reduce_slot_states, reduce_slot_events);
 
-/* ---- what .grad shows of it ---- */
+/* ---- the gradient that .grad shows ---- */
 
-enum { REDUCED = 1 + FP_SHOWN_REDUCED, KEPT_AS_IT_IS, KEPT_WIDE, UNREDUCED };
+enum { REDUCED = 1 + FP_SHOWN_REDUCED, ACCUMULATED, ACCUMULATED_WIDE, UNREDUCED };
 static const unsigned char shown_moves[FP_SHOWN_EVENTS][FP_SHOWN_STATES] = {
-    [FP_SHOWN_SHOW_KEPT] = {KEPT_AS_IT_IS, 0, 0, 0}, /* else what is shown would be put aside as a reduced one */
-    [FP_SHOWN_SHOW_WIDE] = {KEPT_WIDE, 0, 0, 0},
+    /* From REDUCED alone: showing puts the present .grad aside as the reduced gradient. */
+    [FP_SHOWN_SHOW_ACCUMULATED] = {ACCUMULATED, 0, 0, 0},
+    [FP_SHOWN_SHOW_WIDE] = {ACCUMULATED_WIDE, 0, 0, 0},
     [FP_SHOWN_SHOW_UNREDUCED] = {UNREDUCED, 0, 0, 0},
     [FP_SHOWN_READ] = {REDUCED, REDUCED, REDUCED, REDUCED},
 };
-static const char *const shown_states[] = {"REDUCED", "KEPT", "KEPT_WIDE", "UNREDUCED"};
+static const char *const shown_states[] = {"REDUCED", "ACCUMULATED", "ACCUMULATED_WIDE", "UNREDUCED"};
 static const char *const shown_events[] = {"show_accumulated", "show_wide", "show_unreduced", "read"};
 const fp_state_table fp_shown_moves = TABLE(shown_moves, shown_states, shown_events);
 

@@ -1,6 +1,7 @@
-/* core/fp_state.h -- the states of a unit and of its flat parameters, which moves between them are legal, and the words
- * for one that is not. Pure C11: no Python.h, no torch. Everything here is O(1), allocates nothing and is safe without the
- * GIL.
+/* core/fp_state.h -- the states of a unit and of its flat parameters, the legal moves between them, and the message for an
+ * illegal move. Pure C11: no Python.h, no torch. A call is O(1), allocates nothing and is safe without the GIL.
+ *
+ * The core has the tables alone: the struct of a unit or flat parameter has the state, and one function each changes it.
  *
  * A unit in an iteration (fp_pass_state):
  *
@@ -18,8 +19,8 @@
  *   fp_unit_state         the unsharded data of a unit                     fp_unshard_move(), runtime/fp_unshard.c
  *   fp_data_state         the storage of one flat parameter                fp::move(), tensor/fp_flat_buffer.cpp
  *   fp_gradient_state     the gradient of one flat parameter               the same
- *   fp_reduce_slot_state  its turn in the reduce order                     fp_reduce_order_move(), runtime/fp_reduce_order.c
- *   fp_shown_state        .grad of its parameters                          move_shown(), runtime/fp_flat_param.c */
+ *   fp_reduce_slot_state  the turn of one flat parameter                   fp_reduce_order_move(), runtime/fp_reduce_order.c
+ *   fp_shown_state        .grad of the parameters of one                   move_shown(), runtime/fp_flat_param.c */
 #pragma once
 
 #include <stddef.h>
@@ -32,7 +33,7 @@ typedef enum {
     FP_PASS_FORWARD_AGAIN,     /* a forward is under way, and an output awaits its backward */
     FP_PASS_AWAITING_BACKWARD, /* forwards are over, and an output awaits its backward */
     FP_PASS_BACKWARD,          /* this backward has come to the unit */
-    FP_PASS_RECOMPUTING,       /* and a forward is under way */
+    FP_PASS_RECOMPUTING,       /* this backward has come to the unit, and a forward is under way again */
     FP_PASS_STATES,
 } fp_pass_state;
 
@@ -49,9 +50,9 @@ typedef enum {
 typedef enum {
     FP_UNIT_SHARDED = 0, /* no flat parameter is gathered */
     FP_UNIT_PARTLY,      /* some flat parameters are gathered, or being gathered */
-    FP_UNIT_GATHERING,   /* all are */
-    FP_UNIT_UNSHARDED,   /* all are gathered */
-    FP_UNIT_KEPT,        /* all are, from a pass before: no_sync or a recorded graph keeps them */
+    FP_UNIT_GATHERING,   /* all flat parameters are gathered, or being gathered */
+    FP_UNIT_UNSHARDED,   /* all flat parameters are gathered */
+    FP_UNIT_KEPT,        /* all are gathered since an earlier pass: no_sync or a recorded graph needs the data */
     FP_UNIT_STATES,
 } fp_unit_state;
 
@@ -60,9 +61,9 @@ typedef enum {
     FP_UNIT_END_START,        /* the gathers of all flat parameters were started */
     FP_UNIT_USE,              /* this iteration uses the data */
     FP_UNIT_ARRIVE,           /* the gathers have ended */
-    FP_UNIT_FAIL,             /* one has failed */
-    FP_UNIT_FREE_SOME,        /* one was freed, others are still gathered */
-    FP_UNIT_FREE,             /* the last one was freed */
+    FP_UNIT_FAIL,             /* a gather has failed */
+    FP_UNIT_FREE_SOME,        /* a flat parameter was freed, others are still gathered */
+    FP_UNIT_FREE,             /* the last gathered flat parameter was freed */
     FP_UNIT_KEEP,             /* a pass ends, and the data stays for later ones */
     FP_UNIT_EVENTS,
 } fp_unit_event;
@@ -114,40 +115,40 @@ typedef enum {
 
 typedef enum {
     FP_REDUCE_SLOT_OPEN = 0, /* no gradient was foreseen, and none has come */
-    FP_REDUCE_SLOT_COMING,   /* this backward gives it a gradient on this rank */
-    FP_REDUCE_SLOT_PACKED,   /* that has come, and waits for its turn */
-    FP_REDUCE_SLOT_PASSED,   /* its turn has come in this backward */
+    FP_REDUCE_SLOT_COMING,   /* this backward gives the flat parameter a gradient on this rank */
+    FP_REDUCE_SLOT_PACKED,   /* the gradient has come and is packed; the turn is still to come */
+    FP_REDUCE_SLOT_PASSED,   /* the turn has come in this backward */
     FP_REDUCE_SLOT_STATES,
 } fp_reduce_slot_state;
 
 typedef enum {
     FP_REDUCE_SLOT_EXPECT = 0, /* the graph task of this backward comes to the unit's node, or will come again */
-    FP_REDUCE_SLOT_PACK,       /* its gradient has come */
-    FP_REDUCE_SLOT_PASS,       /* its turn has come, or it was reduced at once */
+    FP_REDUCE_SLOT_PACK,       /* the gradient has come */
+    FP_REDUCE_SLOT_PASS,       /* the turn has come, or the gradient was reduced at once */
     FP_REDUCE_SLOT_FORGET,     /* the backward is over */
     FP_REDUCE_SLOT_EVENTS,
 } fp_reduce_slot_event;
 
 typedef enum {
-    FP_SHOWN_REDUCED = 0,      /* the gradient of the shard, or none */
-    FP_SHOWN_ACCUMULATED,      /* the accumulated gradient; an optimizer can step with it, as nothing is sharded */
-    FP_SHOWN_ACCUMULATED_WIDE, /* the accumulated gradient, in a wider dtype than the parameters: an optimizer cannot */
-    FP_SHOWN_UNREDUCED,        /* the accumulated gradient; it must be reduced before an optimizer steps */
+    FP_SHOWN_REDUCED = 0, /* the gradient of the shard, or none */
+    FP_SHOWN_ACCUMULATED, /* the accumulated gradient of a flat parameter that is not sharded: an optimizer can step it */
+    FP_SHOWN_ACCUMULATED_WIDE, /* the same in a wider dtype than the parameters: an optimizer cannot step it */
+    FP_SHOWN_UNREDUCED, /* the accumulated gradient of a sharded one: it must be reduced before an optimizer steps */
     FP_SHOWN_STATES,
 } fp_shown_state;
 
 typedef enum {
-    FP_SHOWN_SHOW_KEPT = 0,
+    FP_SHOWN_SHOW_ACCUMULATED = 0, /* .grad shows the accumulated gradient: the next state is the one of this name */
     FP_SHOWN_SHOW_WIDE,
     FP_SHOWN_SHOW_UNREDUCED,
-    FP_SHOWN_READ, /* the user's edits of .grad were read; it shows the reduced gradient again */
+    FP_SHOWN_READ, /* the user's edits of .grad were read, and .grad shows the reduced gradient again */
     FP_SHOWN_EVENTS,
 } fp_shown_event;
 
-/* One of these tables. Static storage. moves: [event][state], 1 + the next state; 0: the move is illegal. */
+/* One of these tables, in static storage. */
 typedef struct {
-    const char *const *states, *const *events;
-    const unsigned char *moves;
+    const char *const *states, *const *events; /* [n_states], [n_events] their names, for messages */
+    const unsigned char *moves;                /* [n_events][n_states] 1 + the next state; 0: the move is illegal */
     unsigned n_states, n_events;
 } fp_state_table;
 extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_reduce_slot_moves,
@@ -160,6 +161,6 @@ fp_status fp_state_next(const fp_state_table *table, unsigned state, unsigned ev
 /* Enough bytes for any message of fp_state_message. */
 enum { FP_STATE_MESSAGE_BYTES = 256 };
 
-/* Write into text why event is illegal in state, and in which states it is legal: terminated, at most size bytes, cut if
- * it does not fit. Both values are valid, size >= 1. */
+/* Write the message for an illegal move into text: the event, the state, and the states in which the event is legal. It is
+ * terminated, has at most size bytes, and is cut if it does not fit. state and event are valid, size >= 1. */
 void fp_state_message(const fp_state_table *table, unsigned state, unsigned event, char *text, size_t size);

@@ -9,7 +9,8 @@
  * Events belong to passes. A prediction is looked up by three keys, one after the other: the pass so far and the
  * FP_TRACE_PASSES passes before it; the pass so far; from the second pass on the last event.
  *
- * One thread notes events. Functions that other threads may call are marked below. */
+ * _C.CollectiveTrace (runtime/fp_trace_py.c) owns one for each group. One thread notes events; the watch over a device
+ * (desync/fp_watch.h) reads from its own thread. The functions that other threads may call are marked below. */
 #pragma once
 
 #include <stdint.h>
@@ -20,9 +21,10 @@
 #define FP_TRACE_MISSED ((UINT64_C(1) << 62) - 1)
 
 enum {
-    FP_TRACE_PASSES = 16,    /* passes in the longest key */
-    FP_TRACE_RECENT = 4095,  /* the last events, which fp_trace_at() finds */
-    FP_TRACE_MOST = 1 << 17, /* predictions that are kept; then every process forgets all, after the same event */
+    FP_TRACE_PASSES = 16,   /* passes in the longest key */
+    FP_TRACE_RECENT = 4095, /* the last events, which fp_trace_at() finds */
+    FP_TRACE_MOST = 1
+        << 17, /* room for predictions. When it is half full all are dropped: in every process after one event */
 };
 
 typedef enum {
@@ -39,13 +41,15 @@ void fp_trace_free(fp_trace *trace);
 /* Note an event, < FP_TRACE_MISSED, that is about to begin. new_pass: 1: it is the first event of a pass. *verdict is written
  * with FP_OK only. FP_EINVAL, FP_ENOMEM: nothing has changed. */
 fp_status fp_trace_note(fp_trace *trace, uint64_t event, int new_pass, fp_trace_verdict *verdict);
-/* The event that was noted last has begun. Without this call before the next event is noted, the event counts as missed: an
- * exception came between. Predictions follow from it as if it had begun. */
+/* The event that was noted last has begun. If the next event is noted without this call before, the event counts as missed:
+ * an exception came in between. Predictions are made from a missed event as from one that has begun. */
 void fp_trace_begin(fp_trace *trace);
-/* Code begins it that an exception may leave before or after the begin. If it is missed, nobody knows whether it has begun. */
+/* The event that was noted last is being begun by code that an exception may leave before or after the begin. If the event
+ * is missed, it is unknown whether it has begun. */
 void fp_trace_launch(fp_trace *trace);
-/* 1: events were missed since the last fp_trace_confirm_not_begun(). *index is the first of them, *digest a digest of all, 0 if
- * one of them was launched. 0: none was missed, and nothing is written. */
+/* 1: events were missed since the last fp_trace_confirm_not_begun(). *index: the index of the first of them; *digest: a hash
+ * of all, to compare with other processes; 0 if it is unknown whether one of them has begun. 0: none was missed, and nothing
+ * is written. */
 int fp_trace_missed(const fp_trace *trace, int64_t *index, uint64_t *digest);
 /* The processes have found out that none of them has begun the missed events: forget that they were missed. */
 void fp_trace_confirm_not_begun(fp_trace *trace);
@@ -54,7 +58,8 @@ void fp_trace_confirm_not_begun(fp_trace *trace);
 int64_t fp_trace_count(const fp_trace *trace);  /* events so far */
 int64_t fp_trace_passes(const fp_trace *trace); /* passes that these events began */
 
-/* 1: *event and *new_pass are those of the event with this index, counted from 0; 0: it is not noted yet, or too old. */
+/* 1: the event with this index, counted from 0, is written to *event, and whether it is the first of a pass to *new_pass.
+ * 0: it is not noted yet, or too old; nothing is written. */
 int fp_trace_at(const fp_trace *trace, int64_t index, uint64_t *event, int *new_pass);
 
 /* 1: the event with this index has begun; 0: it has not, or is not found. */
@@ -63,12 +68,14 @@ int fp_trace_has_begun(const fp_trace *trace, int64_t index);
 typedef enum {
     FP_TRACE_WHOLE,
     FP_TRACE_BROKEN, /* the processes differ in their events, or one of them has ended */
-    FP_TRACE_LOST,   /* and a collective was aborted, so its tensors have no values. No way back to BROKEN */
+    FP_TRACE_LOST, /* the same, and a collective was aborted, so its tensors have no values. BROKEN does not replace it */
 } fp_trace_state;
 fp_trace_state fp_trace_broken(const fp_trace *trace);
-void fp_trace_set_broken(fp_trace *trace, fp_trace_state broken);
+void fp_trace_set_broken(fp_trace *trace, fp_trace_state broken); /* of this trace alone; WHOLE mends it */
 
-/* Let fp_trace_break(trace) break other, too, which may be freed before trace. FP_ENOMEM: nothing has changed. One thread at a
- * time may call this, while others call fp_trace_break(). */
+/* Let fp_trace_break(trace) break other, too: a model may use several groups, and cannot go on without one of them. other is
+ * borrowed for the call, and may be freed before trace. FP_ENOMEM: nothing has changed. One thread at a time may call this,
+ * while others call fp_trace_break(). */
 fp_status fp_trace_join(fp_trace *trace, fp_trace *other);
-void fp_trace_break(fp_trace *trace, fp_trace_state how); /* trace, and all that were joined to it */
+/* Set the state of trace, and of all traces that were joined to it. */
+void fp_trace_break(fp_trace *trace, fp_trace_state how);

@@ -56,7 +56,7 @@ event_of_showing(const fp_flat_param *flat_param)
     if (flat_param->plan->shard_group != NULL || flat_param->deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
-    return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
+    return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_ACCUMULATED;
 }
 
 PyObject *

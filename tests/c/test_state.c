@@ -105,7 +105,7 @@ check_steps(void)
              FP_REDUCE_SLOT_PASSED);
     CHECK_EQ(AFTER(fp_reduce_slot_moves, FP_REDUCE_SLOT_PASS, FP_REDUCE_SLOT_PACK), FP_REDUCE_SLOT_PASSED);
     CHECK_EQ(AFTER(fp_shown_moves, FP_SHOWN_SHOW_WIDE, FP_SHOWN_READ, FP_SHOWN_SHOW_UNREDUCED), FP_SHOWN_UNREDUCED);
-    CHECK_EQ(AFTER(fp_shown_moves, FP_SHOWN_SHOW_KEPT, FP_SHOWN_SHOW_UNREDUCED), -1);
+    CHECK_EQ(AFTER(fp_shown_moves, FP_SHOWN_SHOW_ACCUMULATED, FP_SHOWN_SHOW_UNREDUCED), -1);
     CHECK_EQ(AFTER(fp_reduce_slot_moves, FP_REDUCE_SLOT_PASS, FP_REDUCE_SLOT_EXPECT),
              -1); /* others are reduced since */
 }
