@@ -1,4 +1,5 @@
-// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. What a thread does is in fp_pack_body.h and fp_list_bodies.h.
+// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. fp_pack_body.h and fp_list_bodies.h have the work of
+// one thread.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -11,7 +12,7 @@ extern "C" {
 
 namespace {
 
-// A job and its table, where that goes along: kernels take 4 KiB of arguments, and 32,764 bytes from CUDA 12.1 on.
+// The arguments of a launch: a job, the index, and the table. Kernels take 4 KiB of arguments, from CUDA 12.1 on 32,764 bytes.
 template <class Job, size_t BYTES> struct Arguments {
     Job job;
     fp_index index;
@@ -46,7 +47,8 @@ fold(double *sums, int is_max)
     }
 }
 
-// The block that ends last joins the partial results of all, in their order. It knows by a counter behind them.
+// The block that ends last joins the partial results of all blocks, in the order of the blocks. It is found by a counter behind
+// the partial results.
 template <size_t BYTES>
 __global__ void
 __launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_norm_job, BYTES> asked)
@@ -87,7 +89,7 @@ cudaError_t
 launch_one(void (*kernel)(Arguments<Job, BYTES>), const Job &job, const fp_index &index, const fp_table &table,
            cudaStream_t stream)
 {
-    Arguments<Job, BYTES> arguments; // what is behind the table is not read
+    Arguments<Job, BYTES> arguments; // the kernel does not read the bytes after the table
     arguments.job = job;
     arguments.index = index;
     std::memcpy(arguments.table, table.memory, table.bytes);
@@ -154,7 +156,7 @@ scale_any(const fp_scale_job *job, const fp_table *table, void *stream)
                                 stream);
 }
 
-// A device older than all architectures that were compiled for has no kernels; CUDA is asked once a device.
+// CUDA is asked once a device. A device has no kernels if it is older than all architectures for which they were compiled.
 int
 works(int device)
 {
@@ -178,7 +180,7 @@ message(int error)
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 
-// What fails while a graph is captured spoils it: CUDA has no number for it any more.
+// An error while a graph is captured spoils the capture: CUDA has no number for it any more.
 uint64_t
 capture(void *stream)
 {

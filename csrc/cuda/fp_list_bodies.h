@@ -1,11 +1,12 @@
-/* cuda/fp_list_bodies.h -- norms, and scaling by a norm: what one thread does, as a function of (block, thread). See
- * fp_pack_body.h. A thread takes FP_LIST_WIDTH elements of a list at once. */
+/* cuda/fp_list_bodies.h -- norms, and scaling by a norm: the work of one thread, as a function of (block, thread). nvcc
+ * compiles it for devices, the C compiler for the tests. A thread takes FP_LIST_WIDTH elements of a list at once, or one by
+ * one where they are not all in one piece at an aligned address. Nothing can fail. */
 #ifndef FP_LIST_BODIES_H
 #define FP_LIST_BODIES_H
 
 #include "cuda/fp_pack_body.h"
 
-/* Whether a piece has all FP_LIST_WIDTH elements from `at` on, at an aligned address. */
+/* 1: the FP_LIST_WIDTH elements from `at` on all lie in the piece, at an aligned address; 0. */
 FP_BODY int
 fp_has_list_width(const fp_piece *piece, int64_t at)
 {
@@ -13,7 +14,7 @@ fp_has_list_width(const fp_piece *piece, int64_t at)
            (uintptr_t)fp_place(piece, at, (fp_dtype)piece->dtype) % FP_VECTOR_BYTES == 0;
 }
 
-/* ---- norms: a list in blocks of fp_norm_share(), added up in a tree ---- */
+/* ---- norms: each thread adds up its elements, a tree adds up threads and then blocks ---- */
 
 enum { FP_NORM_STEP = FP_KERNEL_THREADS * FP_LIST_WIDTH }; /* elements of a block's round */
 
@@ -23,7 +24,7 @@ fp_norm_join(double a, double b, int is_max)
     return is_max ? (b > a || b != b ? b : a) : a + b;
 }
 
-/* What an element adds. */
+/* The square of an element; is_max: its magnitude. */
 FP_BODY double
 fp_norm_one(const void *source, fp_dtype dtype, int is_max)
 {
@@ -31,14 +32,14 @@ fp_norm_one(const void *source, fp_dtype dtype, int is_max)
     return !is_max ? value * value : value < 0 ? -value : value;
 }
 
-/* How many rounds of a thread are read before they are added up: 64 bytes of each. dtype is a constant. */
+/* The rounds that a thread reads before it adds the first one up: 64 bytes in all. dtype is a constant. */
 FP_BODY int64_t
 fp_norm_rounds(fp_dtype dtype)
 {
     return (int64_t)(sizeof(fp_registers) / (FP_LIST_WIDTH * fp_dtype_bytes(dtype)));
 }
 
-/* FP_LIST_WIDTH elements of each round, at aligned addresses; dtype and rounds are constants. */
+/* sum with FP_LIST_WIDTH elements of each round, from source on, at aligned addresses. dtype and rounds are constants. */
 FP_BODY double
 fp_norm_vectors(const char *source, fp_dtype dtype, int64_t rounds, double sum, int is_max)
 {
@@ -59,8 +60,8 @@ fp_norm_vectors(const char *source, fp_dtype dtype, int64_t rounds, double sum, 
     return sum;
 }
 
-/* The piece's elements in the rounds from `at` on, at aligned addresses: all of fp_norm_rounds(), or where it has fewer, one. Puts
- * `at` to the last. dtype is a constant. */
+/* sum with the elements of fp_norm_rounds() rounds from *at on, or of one round if the piece ends before. *at becomes the
+ * position of the last of these rounds. Addresses are aligned. dtype is a constant. */
 FP_BODY double
 fp_norm_piece(const fp_piece *piece, int64_t *at, int64_t stop, fp_dtype dtype, double sum, int is_max)
 {
@@ -73,7 +74,7 @@ fp_norm_piece(const fp_piece *piece, int64_t *at, int64_t stop, fp_dtype dtype, 
     return fp_norm_vectors(source, dtype, 1, sum, is_max);
 }
 
-/* The element there; dtype is a constant. */
+/* sum with the element at source. dtype is a constant. */
 FP_BODY double
 fp_norm_element(const char *source, fp_dtype dtype, double sum, int is_max)
 {
@@ -88,7 +89,7 @@ fp_norm_index(const fp_norm_job *job, const fp_table *table)
     return fp_index_of(table, 0, job->end, fp_norm_share(job->end));
 }
 
-/* is_max: the job's, a constant. */
+/* The sum of one thread's elements. is_max: the job's, a constant. */
 FP_BODY double
 fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, const fp_index *index, uint32_t block, uint32_t thread,
                int is_max)
@@ -118,7 +119,8 @@ fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, const fp_index *i
     return sum;
 }
 
-/* One step of the tree over what the threads of a block have: for half = FP_KERNEL_THREADS / 2, ..., 1, all threads after each. */
+/* One step of the tree over sums[FP_KERNEL_THREADS] of a block: called for half = FP_KERNEL_THREADS / 2, ..., 1, with a barrier
+ * before each. The result is sums[0]. */
 FP_BODY void
 fp_norm_fold(double *sums, uint32_t half, uint32_t thread, int is_max)
 {
@@ -127,7 +129,7 @@ fp_norm_fold(double *sums, uint32_t half, uint32_t thread, int is_max)
     }
 }
 
-/* What a thread of the last block has of the partial results of all. */
+/* The part of all blocks' partial results that one thread of the last block adds up. */
 FP_BODY double
 fp_norm_gather(const fp_norm_job *job, uint32_t blocks, uint32_t thread)
 {
@@ -155,7 +157,7 @@ fp_scale_index(const fp_scale_job *job, const fp_table *table)
     return fp_index_of(table, 0, job->end, FP_SCALE_SHARE);
 }
 
-/* For what packs: it multiplies by the factor. */
+/* A job for the functions of fp_pack_body.h that multiplies by factor. */
 FP_BODY fp_pack_job
 fp_scaling(double factor, fp_dtype dtype)
 {
@@ -167,7 +169,7 @@ fp_scaling(double factor, fp_dtype dtype)
     return how;
 }
 
-/* FP_LIST_WIDTH elements at an aligned address; dtype is a constant. */
+/* Scale FP_LIST_WIDTH elements at an aligned address. dtype is a constant. */
 FP_BODY void
 fp_scale_vectors(double factor, char *place, fp_dtype dtype)
 {

@@ -1,4 +1,5 @@
-/* cuda/fp_lookup.h -- how a block and its threads find their pieces, and elements in a piece. */
+/* cuda/fp_lookup.h -- how a block and its threads find their pieces, and elements in a piece. The host fills an index for each
+ * launch; the kernels read it. Positions are in ELEMENTS. Nothing can fail. */
 #ifndef FP_LOOKUP_H
 #define FP_LOOKUP_H
 
@@ -7,16 +8,17 @@
 
 enum { FP_INDEX = 256 };
 
-/* Goes along with a launch, so that a block looks for its pieces near where they are: block b from piece first[b >> shift] on. */
+/* An argument of a launch that shortens the search of a block: block b searches from piece first[b >> shift] on. */
 typedef struct {
-    uint32_t blocks;
-    uint32_t n; /* pieces */
+    uint32_t blocks; /* of the launch */
+    uint32_t n;      /* pieces in the table */
     uint32_t shift;
-    float pieces_of_block;    /* were all equally long */
-    uint16_t first[FP_INDEX]; /* modulo 2^16: a search that begins too early is longer, and as right */
+    float pieces_of_block; /* pieces that a block would have if all were equally long */
+    uint16_t
+        first[FP_INDEX]; /* modulo 2^16: if the number is too small, the search is longer and has the same result */
 } fp_index;
 
-/* The first piece from i on that ends after position; n if there is none. O(log of how many are before it). */
+/* The index of the first piece from i on that ends after position; n if there is none. O(log k) if it is k pieces after i. */
 FP_BODY uint32_t
 fp_find(const fp_piece *pieces, uint32_t i, uint32_t n, int64_t position)
 {
@@ -38,8 +40,8 @@ fp_find(const fp_piece *pieces, uint32_t i, uint32_t n, int64_t position)
     return i;
 }
 
-/* For as many blocks of `share` elements as take [begin, end). It has an entry for each piece at most: the host fills it in, and
- * of few pieces each is near. */
+/* The index for blocks of `share` elements each that together cover [begin, end). Called on the host, for each launch: so it
+ * fills at most one entry a piece, as a search among few pieces is short anyway. */
 FP_BODY fp_index
 fp_index_of(const fp_table *table, int64_t begin, int64_t end, int64_t share)
 {
@@ -60,8 +62,8 @@ fp_index_of(const fp_table *table, int64_t begin, int64_t end, int64_t share)
     return index;
 }
 
-/* The first piece that ends after position, which is a block's first; n if there is none. Where pieces are equally long, a block
- * finds its own without the index: of two reads that miss the cache, one is not waited for. */
+/* The index of the first piece that ends after position, the first position of a block; n if there is none. It guesses the
+ * piece as if all were equally long, and reads it while it reads the index: two reads that miss the cache at a time. */
 FP_BODY uint32_t
 fp_first_piece(const fp_piece *pieces, const fp_index *index, uint32_t block, int64_t position)
 {
@@ -73,21 +75,21 @@ fp_first_piece(const fp_piece *pieces, const fp_index *index, uint32_t block, in
     return fp_find(pieces, near, index->n, position);
 }
 
-/* Whether the piece has all of [from, upto). */
+/* 1: all of [from, upto) lies in the piece; 0. */
 FP_BODY int
 fp_covers(const fp_piece *piece, int64_t from, int64_t upto)
 {
     return piece->start <= from && piece->start + piece->numel >= upto;
 }
 
-/* Where element `position` of a contiguous piece is; dtype is the piece's, a constant. */
+/* The address of the element at `position` in a contiguous piece. dtype: the piece's, a constant. */
 FP_BODY char *
 fp_place(const fp_piece *piece, int64_t position, fp_dtype dtype)
 {
     return (char *)(uintptr_t)piece->data + (position - piece->start) * (int64_t)fp_dtype_bytes(dtype);
 }
 
-/* Where element `index` of a piece is, counted from its first. */
+/* The offset in memory, in elements from data, of element `index` of a piece. */
 FP_BODY int64_t
 fp_strided(const fp_piece *piece, const fp_piece_dim *dims, int64_t index)
 {

@@ -1,15 +1,18 @@
-/* cuda/fp_pack_body.h -- packing: what one thread does, as a function of (block, thread). nvcc compiles it for devices, the C
- * compiler for the tests, which go through all blocks and threads. The arithmetic is core/fp_float.h's.
- * A thread makes 16 bytes of the flat buffer at once, at an aligned address. */
+/* cuda/fp_pack_body.h -- packing: the work of one thread, as a function of (block, thread). nvcc compiles it for devices, the C
+ * compiler for the tests, which call it for all blocks and threads. The arithmetic is core/fp_float.h's. Threads share
+ * nothing, and nothing can fail. A thread writes 16 bytes of the flat buffer at once, at an aligned address.
+ *
+ * Parameters of type fp_dtype are constants in each kernel, so that the compiler drops all other cases. from: the dtype of a
+ * piece; to: job->dtype. */
 #ifndef FP_PACK_BODY_H
 #define FP_PACK_BODY_H
 
 #include "core/fp_float.h"
 #include "cuda/fp_lookup.h"
 
-enum { FP_PACK_ROUNDS = 4 }; /* how often a thread works where there is much to do */
+enum { FP_PACK_ROUNDS = 4 }; /* times 16 bytes that a thread writes, if the flat buffer is large */
 
-/* The element at target = or += that at source; see fp_pack_job. */
+/* The element at target = or += the element at source; see fp_pack_job. before: job->before. */
 FP_BODY void
 fp_pack_one(const fp_pack_job *job, const void *source, fp_dtype from, void *target, fp_dtype to, double before)
 {
@@ -33,14 +36,14 @@ fp_pack_one(const fp_pack_job *job, const void *source, fp_dtype from, void *tar
     }
 }
 
-/* Elements that a thread makes at once. to: job->dtype, a constant in a kernel, as from is, here and below. */
+/* Elements that a thread writes at once. */
 FP_BODY int64_t
 fp_pack_width(fp_dtype to)
 {
     return (int64_t)(FP_VECTOR_BYTES / fp_dtype_bytes(to));
 }
 
-/* The position from which on every fp_pack_width() elements are aligned, at or before begin; it may be negative. */
+/* The last position at or before job->begin whose address is 16-byte aligned; it may be negative. */
 FP_BODY int64_t
 fp_pack_first(const fp_pack_job *job, fp_dtype to)
 {
@@ -49,7 +52,7 @@ fp_pack_first(const fp_pack_job *job, fp_dtype to)
     return job->begin - (int64_t)(begin % FP_VECTOR_BYTES / bytes);
 }
 
-/* Elements of a block. A thread works once where there is little, so that all processors get some of it. */
+/* Elements of a block. In a small flat buffer a thread writes once, so that all processors of the device get work. */
 FP_BODY int64_t
 fp_pack_share(const fp_pack_job *job, fp_dtype to)
 {
@@ -63,10 +66,10 @@ fp_pack_index(const fp_pack_job *job, const fp_table *table)
     return fp_index_of(table, fp_pack_first(job, job->dtype), job->end, fp_pack_share(job, job->dtype));
 }
 
-/* What 16 bytes of the flat buffer are made of. */
+/* The operands for 16 bytes of the flat buffer. */
 typedef struct {
     fp_registers source;
-    fp_registers old; /* what the buffer has there, if it is added to */
+    fp_registers old; /* the present elements of the buffer, if job->accumulate; else zeros */
 } fp_pack_operands;
 
 FP_BODY fp_pack_operands
@@ -98,8 +101,8 @@ fp_pack_store(const fp_pack_job *job, double before, fp_pack_operands operands, 
     fp_write(target, &out, sizeof out);
 }
 
-/* `count` times 16 bytes of the flat buffer, each `step` elements after the one before: 1, 2 or 4, a constant. All is loaded before
- * the first is stored. job->before is 1. */
+/* Write `count` (1, 2 or 4, a constant) times 16 bytes of the flat buffer, each `step` elements after the one before. All
+ * operands are loaded before the first store, so that one wait serves all. job->before is 1. */
 FP_BODY void
 fp_pack_vectors(const fp_pack_job *job, const char *source, char *target, size_t step, size_t count, fp_dtype from,
                 fp_dtype to)
@@ -124,8 +127,8 @@ fp_pack_vectors(const fp_pack_job *job, const char *source, char *target, size_t
     }
 }
 
-/* FP_PACK_ROUNDS of them from position `at` on, as many at once as fit into registers. 0: the piece is aligned otherwise, and nothing
- * was done. job->before is 1. */
+/* Write FP_PACK_ROUNDS times 16 bytes from position `at` on, as many at once as fit into registers. 1; 0, with nothing done:
+ * the piece is not aligned as the flat buffer is. job->before is 1. */
 FP_BODY int
 fp_pack_rows(const fp_pack_job *job, const fp_piece *piece, int64_t at, size_t step, fp_dtype from, fp_dtype to)
 {
@@ -142,7 +145,7 @@ fp_pack_rows(const fp_pack_job *job, const fp_piece *piece, int64_t at, size_t s
     return 1;
 }
 
-/* 16 bytes of the flat buffer from a contiguous piece, however it is aligned. */
+/* Write 16 bytes of the flat buffer from a contiguous piece of any alignment. */
 FP_BODY void
 fp_pack_vector(const fp_pack_job *job, const fp_piece *piece, int64_t at, fp_dtype from, fp_dtype to)
 {
@@ -152,7 +155,7 @@ fp_pack_vector(const fp_pack_job *job, const fp_piece *piece, int64_t at, fp_dty
     fp_pack_store(job, job->before, fp_pack_load(job, source, has_vectors, target, from, to), target, from, to);
 }
 
-/* The element at place = or += that at source. */
+/* The element at place = or += the element at source. */
 FP_BODY void
 fp_pack_element(const fp_pack_job *job, const char *source, char *place, fp_dtype from, fp_dtype to)
 {
@@ -165,7 +168,7 @@ fp_pack_element(const fp_pack_job *job, const char *source, char *place, fp_dtyp
     fp_write(place, &out, fp_dtype_bytes(to));
 }
 
-/* Elements [from, upto), one by one; i: the first piece that ends after from. */
+/* Write elements [from, upto) one by one. i: the index of the first piece that ends after from. */
 FP_BODY void
 fp_pack_elements(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uint32_t i, int64_t from, int64_t upto,
                  fp_dtype to)
@@ -189,8 +192,8 @@ fp_pack_elements(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uin
     }
 }
 
-/* 16 bytes of the flat buffer from position `at` on, as far as the job asks for them. No piece before piece i
- * ends after `at`. */
+/* Write 16 bytes of the flat buffer from position `at` on, as far as they lie in [job->begin, job->end). No piece before
+ * piece i ends after `at`. */
 FP_BODY void
 fp_pack_part(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uint32_t i, int64_t at, fp_dtype to)
 {
@@ -217,7 +220,8 @@ fp_pack_part(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uint32_
     }
 }
 
-/* What thread `thread` of block `block` does: to pack a piece that has all of the block, or as it finds what is there. */
+/* The work of one thread. If one contiguous piece covers the block, FP_PACK_ROUNDS writes at a time; else 16 bytes at a time,
+ * with a search for the piece. */
 FP_BODY void
 fp_pack_thread(const fp_pack_job *job, const fp_piece *pieces, const fp_index *index, uint32_t block, uint32_t thread,
                fp_dtype to)

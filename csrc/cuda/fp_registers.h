@@ -1,5 +1,5 @@
-/* cuda/fp_registers.h -- up to 64 bytes that a thread has in registers, and their way from and to memory. Little-endian, as all
- * devices are. */
+/* cuda/fp_registers.h -- up to 64 bytes that a thread has in registers, read from memory and written to it. Little-endian, as
+ * all devices are. `bytes`, n and k are constants in each kernel. Nothing can fail; on the host an unaligned address traps. */
 #ifndef FP_REGISTERS_H
 #define FP_REGISTERS_H
 
@@ -24,12 +24,12 @@ typedef struct {
     uint64_t low, high;
 } fp_vector;
 
-/* Not an array: a compiler puts what it finds by a number into memory. */
+/* Not an array: nvcc puts an array that is indexed into memory, not into registers. */
 typedef struct {
     fp_vector a, b, c, d;
 } fp_registers;
 
-/* Call one of the functions of a kernel with the dtype as a constant. */
+/* call(dtype), a macro, with the dtype as a constant. */
 #define FP_FOR_DTYPE(dtype, call)                                                                                      \
     switch (dtype) {                                                                                                   \
         case FP_F64:                                                                                                   \
@@ -46,8 +46,8 @@ typedef struct {
             break;                                                                                                     \
     }
 
-/* Read or write 2, 4, 8 or 16 bytes of memory, at a multiple of that; bytes is a constant. Only memory is said to be aligned: what is
- * said so of registers makes nvcc put them into memory. */
+/* Read or write 2, 4, 8 or 16 bytes of memory, whose address is a multiple of bytes. __builtin_assume_aligned is for memory
+ * alone: with the address of a variable it makes nvcc put the variable into memory. */
 FP_BODY void
 fp_read(void *value, const void *memory, size_t bytes)
 {
@@ -86,7 +86,7 @@ fp_write(void *memory, const void *value, size_t bytes)
     }
 }
 
-/* Element k, of 2, 4 or 8 bytes. */
+/* Element k of `bytes` (2, 4 or 8) bytes, as a number. */
 FP_BODY uint64_t
 fp_element(fp_registers from, size_t k, size_t bytes)
 {
@@ -95,7 +95,7 @@ fp_element(fp_registers from, size_t k, size_t bytes)
     return (at % 16 < 8 ? of.low : of.high) >> (8 * (at % 8)) & (UINT64_MAX >> (64 - 8 * bytes));
 }
 
-/* The vector with element k, which was zero. */
+/* The vector with element k, which was zero, set to value. */
 FP_BODY fp_vector
 fp_with_element(fp_vector of, size_t k, size_t bytes, uint64_t value)
 {
@@ -105,21 +105,21 @@ fp_with_element(fp_vector of, size_t k, size_t bytes, uint64_t value)
     return of;
 }
 
-/* What is read at once of `bytes` bytes. */
+/* The bytes that one instruction reads of `bytes` bytes. */
 FP_BODY size_t
 fp_vector_bytes(size_t bytes)
 {
     return bytes < FP_VECTOR_BYTES ? bytes : (size_t)FP_VECTOR_BYTES;
 }
 
-/* Whether `bytes` bytes, 2 to 64, lie so that fp_read_vectors() takes them. */
+/* 1: memory is aligned so that fp_read_vectors() can read `bytes` bytes, 2 to 64, from it; 0. */
 FP_BODY int
 fp_has_vectors(const void *memory, size_t bytes)
 {
     return (uintptr_t)memory % fp_vector_bytes(bytes) == 0;
 }
 
-/* The constant of 2 to 64 bytes that lie there, and zeros. */
+/* `bytes` bytes (2 to 64, a power of 2) of memory, and zeros after them. */
 FP_BODY fp_registers
 fp_read_vectors(const char *memory, size_t bytes)
 {
@@ -135,7 +135,7 @@ fp_read_vectors(const char *memory, size_t bytes)
     return to;
 }
 
-/* The same, aligned to the elements alone: n of them; n and bytes are constants. */
+/* n elements of `bytes` bytes each, from memory that is aligned to one element only; and zeros after them. */
 FP_BODY fp_registers
 fp_read_elements(const char *memory, size_t n, size_t bytes)
 {

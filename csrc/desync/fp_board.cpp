@@ -1,13 +1,16 @@
 // desync/fp_board.cpp -- see fp_board.h. The keys in the store, below the prefix of the board:
 //
-//   "place of R"    wall clock, process number, begin of the process in ticks, machine; " finished" at the end once it has
-//   "places"        how many ranks have set their place
+//   "place of R"            of rank R: wall clock, process number, start of the process in ticks, machine; and " finished" at
+//                           the end once the rank has finished
+//   "places"                the number of ranks that have set their place
 //   "call", "answer of R"   see fp_calls.hpp
-//   and below the name of a generation, if there is one:
-//   "members"       how many ranks have entered
-//   "posts"         how many posts there are
-//   "post N"        the rank and the text of post N, from 1
-//   "readers of N"  how many ranks have read it
+//
+// and below the generation, after fp_board_join():
+//
+//   "members"               the number of ranks that have entered
+//   "posts"                 the number of posts
+//   "post N"                the rank and the text of post N, from 1
+//   "readers of N"          the number of ranks that have read post N
 #include "desync/fp_board.hpp"
 
 #include <algorithm>
@@ -28,8 +31,8 @@ namespace {
 
 constexpr std::chrono::seconds store_patience{10}; // for one call over the second connection
 constexpr double end_patience = 0.5;               // seconds that a stop waits for the thread that answers
-constexpr double share = 0.4;           // of the beat: a rank waits so long before it calls, and again for answers
-constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call: liveness.py expects an answer in 1.6
+constexpr double share = 0.4;           // a rank waits for this share of the beat before it calls, and then for answers
+constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call: liveness.py expects an answer in 1.6 s
 
 std::string
 in_file(const std::string &path)
@@ -38,7 +41,7 @@ in_file(const std::string &path)
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// A name of the machine and its process namespace: within it a number means one process. Empty: the system does not say.
+// A name of the machine and its process namespace, in which a process number is unique. Empty: the system does not tell.
 std::string
 this_machine()
 {
@@ -52,7 +55,7 @@ this_machine()
     return boot + std::string(space, static_cast<size_t>(length));
 }
 
-// When a process of this machine began, in ticks since the machine's start; 0: there is no such process, or it has ended (a
+// The start of a process of this machine, in ticks since the machine's start; 0: there is no such process, or it has ended (a
 // zombie).
 long long
 began(long process)
@@ -82,7 +85,7 @@ wall_clock()
 
 constexpr std::string_view finished = " finished"; // at the end of a place
 
-// While one lives, torch writes no stack trace to stderr for a store that fails: no user waits for that call.
+// While one lives, torch writes no stack trace to stderr for a store that fails: at the end of a program nobody needs it.
 class Quietly {
   public:
 #ifndef C10_USE_GLOG
@@ -263,8 +266,8 @@ Board::read_posts()
     return read_ >= count;
 }
 
-// The places of the ranks that have appeared since this world began, without their time. An earlier world may have left others
-// in the store.
+// The places of the ranks that have appeared since this world began, without the wall clock. An earlier world may have left
+// other places in the store.
 std::map<int, std::string>
 Board::places()
 {
@@ -277,7 +280,7 @@ Board::places()
     return found;
 }
 
-// Note the ranks of this machine whose process has ended. Places are read from the store only when more have appeared.
+// Note the ranks of this machine whose process has ended. Places are read from the store only if more ranks have appeared.
 void
 Board::miss_processes()
 {
@@ -302,7 +305,7 @@ Board::miss_processes()
     }
 }
 
-// Why a rank does not come whose process has ended: it has finished, if its place says so; else `why`.
+// The reason for a rank whose process has ended: the rank has finished, if its place has " finished"; else `why`.
 std::string
 Board::gone(int rank, const std::string &why)
 {
@@ -337,7 +340,7 @@ Board::miss_silent(int call)
     }
 }
 
-// The ranks that answer calls and have not answered this one, without those whose reason is known.
+// The ranks that have answered an earlier call and not this one, without ranks whose reason is known.
 std::vector<int>
 Board::silent(const Call &call)
 {
@@ -348,8 +351,8 @@ Board::silent(const Call &call)
     return found;
 }
 
-// Call all ranks after 0.4 beat, and post after 0.4 beat more which ranks have not answered. One of the ranks that wait does so
-// for all: the others see its call, and make none within a beat.
+// Call all ranks after 0.4 beat, and post 0.4 beat later which ranks have not answered. One of the ranks that wait calls for
+// all: the others see its call, and make none within a beat.
 void
 Board::miss_answers(double waited)
 {

@@ -21,12 +21,12 @@
 
 namespace fp {
 
-// A flag that is set once and for all: "threads shall end", or "the thread has ended". Any thread may use it.
+// A flag that is set once and never reset: "threads shall end", or "the thread has ended". Any thread may use it.
 class Ending {
   public:
-    // Wait until the flag is set, or for so many seconds; whether it is set.
+    // Wait until the flag is set, or for so many seconds. Returns whether it is set.
     bool wait(double seconds);
-    void say();
+    void say(); // set it
 
   private:
     std::mutex lock_;
@@ -34,8 +34,8 @@ class Ending {
     bool said_ = false;
 };
 
-// What this process knows of the other ranks. Any thread may call it. The GIL must not be held: most functions wait for the
-// store under lock_. They throw what the store throws.
+// The health board without its thread; the functions are those of fp_board.h. Any thread may call them. The GIL must not be
+// held: most functions wait for the store under lock_. They throw the exceptions of the store.
 class Board {
   public:
     Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat);
@@ -51,14 +51,14 @@ class Board {
     bool look(double waited, bool processes);
     int call(); // the number of the call, from 1; 0: no rank answers calls
     void miss_silent(int call);
-    std::map<int, std::string> said();    // by rank: why it does not come
-    std::map<int, std::string> entered(); // by rank: its place
+    std::map<int, std::string> said();    // from ranks to reasons
+    std::map<int, std::string> entered(); // from ranks to places
 
   private:
-    // A process: its number may be used again, its number and begin together are not.
+    // A process. The system may use its number again, so its start is compared, too.
     struct Place {
         long process;
-        long long began; // ticks since the machine's start
+        long long began; // ticks from the machine's start to the start of the process
     };
 
     int64_t number_at(c10d::Store &store, const std::string &key);
@@ -76,23 +76,23 @@ class Board {
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
     const double beat_;
-    double since_ = 0.0;   // wall clock: places from before it belong to an earlier world
-    std::mutex said_lock_; // of said_; never held while the store is asked, so said() returns at once
-    std::map<int, std::string> said_;
-    std::mutex lock_;                       // of all that follows; held while the store is asked
+    double since_ = 0.0;              // seconds of the wall clock: places from before it belong to an earlier world
+    std::mutex said_lock_;            // protects said_. Not held while the store is asked, so said() returns at once
+    std::map<int, std::string> said_; // from ranks to reasons; the first reason of a rank stays
+    std::mutex lock_;                 // protects the members below. Held while the store is asked
     c10::intrusive_ptr<c10d::Store> posts_; // the keys of this generation; store_ itself before join()
     int64_t read_ = 0;                      // posts that this rank has read
     int64_t appeared_ = 0;                  // the counter "places" when places_ was filled
     Calls calls_;
     std::optional<Call> asked_;     // the call of look() that waits for answers
     std::map<int, Call> made_;      // the calls of call(), by number
-    std::string other_call_;        // the last call of another rank: that rank posts who is silent,
-    Clock::time_point other_since_; // so this rank makes none within a beat of it
+    std::string other_call_;        // the last call of another rank. That rank posts which ranks are silent,
+    Clock::time_point other_since_; // so this rank makes no call within a beat of it
     std::map<int, Place> places_;   // the processes on this machine, by rank
 };
 
-// The keys below prefix in the store of group. own: over a second connection, which the wait of another thread does not delay
-// and on which a call takes 10 s at most; null if this kind of store has no second connection.
+// The keys below prefix in the store of group. own: over a second connection, which the wait of another thread does not delay,
+// and on which a call takes 10 s at most; null if this kind of store has no second connection. Throws if group has no store.
 c10::intrusive_ptr<c10d::Store> store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own);
 
 // The same over a second connection if there is one, else over the shared one.
@@ -103,20 +103,23 @@ class Registered {
   public:
     explicit Registered(const std::string &name); // throws if torch knows no such group
 
-    c10::intrusive_ptr<c10d::ProcessGroup> group() const; // null: it was destroyed
+    c10::intrusive_ptr<c10d::ProcessGroup> group() const; // null: it was destroyed. Does not throw
 
   private:
     std::string name_;
-    c10::weak_intrusive_ptr<c10d::ProcessGroup> group_; // keeps the address: a later group of that name differs
+    c10::weak_intrusive_ptr<c10d::ProcessGroup>
+        group_; // keeps the address, so a later group of that name is another one
 };
 
 } // namespace fp
 
 struct fp_board {
     fp::Board board;
-    std::string name, prefix; // the group's name; the prefix of the board's keys
+    std::string name, prefix; // arguments of fp_board_new(): the group's name, and the prefix of all keys
     double beat;
-    std::shared_ptr<fp::Ending> ending = std::make_shared<fp::Ending>(); // shared: threads may outlive the board
-    std::shared_ptr<fp::Ending> answering = nullptr; // set when the thread that answers has ended; null: no thread
-    pid_t process = getpid();                        // a forked process has a copy of the board, and no threads
+    std::shared_ptr<fp::Ending> ending =
+        std::make_shared<fp::Ending>(); // tells threads to end; they may outlive the board
+    std::shared_ptr<fp::Ending> answering =
+        nullptr;              // set when the thread that answers has ended; null: there is no thread
+    pid_t process = getpid(); // a forked process has a copy of the board, and no threads
 };

@@ -2,11 +2,11 @@
 //
 //   "broken"          a rank has declared the group broken
 //   "pending"         the index of the event that ranks ask about
-//   that index        the report (core/fp_report.h) of the rank that asks first
-//   that index/kept   set if an exception has kept that rank from the event
+//   INDEX             the report (core/fp_report.h) of the rank that asks first about the event of this index
+//   INDEX/kept        set if an exception has kept that rank from the event
 //   "trouble"         the report of a rank that has raised and lives on
-//   "told"            the trouble that this watch ends the wait for
-//   "absent"          "[ranks]" of the world that this watch has found absent
+//   "told"            the report in "trouble" for which this watch has ended the wait
+//   "absent"          "[ranks]": the ranks of the world that this watch has found absent
 #include "desync/fp_watch.h"
 
 #include <algorithm>
@@ -33,17 +33,16 @@ namespace fp {
 namespace {
 
 constexpr double store_may_be_away = 1.0; // seconds after which a store that is out of reach counts as gone
-constexpr double before_time_out =
-    4.0; // seconds before the group's own time-out, whose message does not name the ranks
+constexpr double before_time_out = 4.0;   // seconds before the time-out of the group, whose message does not name ranks
 constexpr double troubled_for =
-    2.0; // seconds that the device has waited before another rank's exception is a reason to abort
-constexpr double answers_come = 1.5; // seconds after a call: each rank looks for calls every interval, as this one does
+    2.0; // seconds that the device waits before another rank's exception is a reason to abort
+constexpr double answers_come = 1.5; // seconds for answers to a call: each rank looks for calls every interval
 
 class Watch {
   public:
     Watch(Board &board, const fp_trace *trace, const fp_watched &watched, const c10d::ProcessGroup &group)
         : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n),
-          store_(best_store_of(group, watched.prefix)), kept_(&group),
+          store_(best_store_of(group, watched.prefix)), pending_(&group),
           me_(ranks_[static_cast<size_t>(group.getRank())]),
           calls_(store_, group.getRank(), static_cast<int>(watched.n))
     {
@@ -68,8 +67,8 @@ class Watch {
             }
             lost = has_lost(seconds(now - idle_since_));
             if (!lost) {
-                /* answer only with work: others wait for that. On a grid this rank may wait in another group, for a rank
-                 * that waits for it here: work of any group counts */
+                /* Answer only while a collective is pending: the others ask whether this rank comes to theirs. On a grid this
+                 * rank may wait in another group, for a rank that waits for it here: a collective of any group counts. */
                 if (calls_.is_called() && PendingCollectives::any_has_work()) {
                     calls_.answer();
                 }
@@ -87,7 +86,7 @@ class Watch {
     // Whether a collective is pending: an abort then takes the values of it from the device.
     bool has_work()
     {
-        return kept_.has_work();
+        return pending_.has_work();
     }
 
   private:
@@ -99,8 +98,8 @@ class Watch {
                            [&](int64_t rank) { return said.count(static_cast<int>(rank)) != 0; });
     }
 
-    // Whether this rank has another event at the index that a rank asks about, or has begun the event that an exception has
-    // kept that rank from.
+    // Whether this rank has another event at the index about which a rank asks; or whether this rank has begun that event, and
+    // an exception has kept the asking rank from it.
     bool differs()
     {
         const std::string pending = value_at(*store_, "pending");
@@ -127,7 +126,7 @@ class Watch {
         if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_) {
             return false;
         }
-        if (fp_trace_passes(trace_) > trouble.step || !kept_.has_waited(troubled_for)) {
+        if (fp_trace_passes(trace_) > trouble.step || !pending_.has_waited(troubled_for)) {
             return false;
         }
         (void)store_->compareSet("told", "", said);
@@ -138,19 +137,19 @@ class Watch {
     // memory of that device.
     void be_on_device()
     {
-        const auto device = on_device_ ? std::nullopt : kept_.device();
+        const auto device = on_device_ ? std::nullopt : pending_.device();
         if (device) {
             on_device_.emplace(*device);
             spared_.emplace(*device);
         }
     }
 
-    // Whether ranks come to no collective that this rank waits for. A moment before the time-out one of the ranks that wait
-    // calls all; a rank with work answers. Sets "absent".
+    // Whether ranks do not come to the collective that this rank waits for. A moment before the time-out one of the ranks that
+    // wait calls all; a rank with a pending collective answers. Sets "absent".
     bool misses(double time_out)
     {
         const double long_time = std::max(time_out - before_time_out, time_out / 2);
-        if (std::isinf(time_out) || time_out - long_time < answers_come + 1.0 || !kept_.has_waited(long_time)) {
+        if (std::isinf(time_out) || time_out - long_time < answers_come + 1.0 || !pending_.has_waited(long_time)) {
             call_.reset();
             return false;
         }
@@ -164,7 +163,7 @@ class Watch {
         for (const int i : calls_.silent(*call_)) {
             absent += (absent.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(i)]);
         }
-        if (absent.empty() || !kept_.has_waited(long_time)) { /* the ranks have come meanwhile */
+        if (absent.empty() || !pending_.has_waited(long_time)) { /* the ranks have come meanwhile */
             return false;
         }
         (void)store_->compareSet("absent", "", "[" + absent + "]");
@@ -173,21 +172,21 @@ class Watch {
 
     Board &board_;
     const fp_trace *trace_;
-    const std::vector<int64_t> ranks_; // of the group, in the world
+    const std::vector<int64_t> ranks_; // the world ranks of the group
     const c10::intrusive_ptr<c10d::Store> store_;
     std::optional<c10::DeviceGuard> on_device_;
     std::optional<SparedCaptures> spared_;
-    PendingCollectives kept_;
-    const int64_t me_; // in the world
-    int64_t count_ = -1;
-    Clock::time_point idle_since_;
-    std::optional<Clock::time_point> away_since_; // since when the store is out of reach
-    bool is_gone_ = false; // for good: it is asked no more, as torch prints a message for each call
+    PendingCollectives pending_;
+    const int64_t me_;                            // the world rank of this process
+    int64_t count_ = -1;                          // events of trace_ at the last look
+    Clock::time_point idle_since_;                // the time of the look that found the last new event
+    std::optional<Clock::time_point> away_since_; // the first look at which the store was out of reach
+    bool is_gone_ = false; // the store is gone, and is not asked again: torch prints a message for each failed call
     Calls calls_;
     std::optional<Call> call_; // the call of misses() that waits for answers
 };
 
-// Whether the environment tells torch not to end a collective of NCCL that has timed out: then there is no last moment.
+// Whether the environment tells torch not to end a collective of NCCL at its time-out: then ranks may come at any time later.
 bool
 goes_on_after_time_out()
 {
@@ -200,8 +199,8 @@ goes_on_after_time_out()
     return false;
 }
 
-// The time-out of the group's collectives in seconds; users may change it at any time. Infinite: there is no such group, or
-// its backend does not say.
+// The time-out of the group's collectives in seconds; users may change it at any time. Infinite: torch has no such group, or
+// its backend tells no time-out.
 double
 time_out_of(const std::string &group, const c10::Device &device)
 {

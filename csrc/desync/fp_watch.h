@@ -1,5 +1,6 @@
 /* desync/fp_watch.h -- the watch over a group whose collectives a device waits for, as with NCCL. The host goes on meanwhile,
- * or waits in a call of torch that Ctrl-C does not end; Python cannot look after the other ranks then. So a thread looks.
+ * or waits in a call of torch that Ctrl-C does not end, so Python cannot look after the other ranks. A thread does it, and
+ * aborts the group's communicator if a rank is lost or differs. flatparam/fsdp/desync/trace.py starts one thread a group.
  * Plain C, under the rules of fp_torch.h. */
 #pragma once
 
@@ -13,7 +14,7 @@ FP_BEGIN_C
 typedef struct {
     const char *group;    /* the name under which torch registered it */
     const char *device;   /* the type of the device: "cuda" */
-    const char *prefix;   /* of the keys by which its ranks ask each other, in its store */
+    const char *prefix;   /* begins the keys in its store by which its ranks ask each other about events */
     const int64_t *ranks; /* [n] the world ranks of the group, in the group's order */
     Py_ssize_t n;
     double interval; /* seconds between two looks */
@@ -22,16 +23,16 @@ typedef struct {
 /* Look every interval seconds until there is a reason to end the group's collectives. It blocks: each group has a thread for
  * it. The GIL is released throughout, as the thread that waits for the device may hold it.
  *
- * Reasons, in the order of the looks. "If work": only while a collective of the group has begun and has not ended.
+ * Reasons, in the order in which they are checked. "If pending": only while a collective of the group has begun and not ended.
  *
- *   reason                                                                                      key that it sets   if work
+ *   reason                                                                                      key that it sets   if pending
  *   the store has been out of reach for 1 s                                                                         yes
  *   another rank has declared the group broken (key "broken")
- *   a rank asks about an event ("pending"), and trace has another one there; or an exception has
- *   kept that rank from an event that trace has begun
- *   another rank has raised in this pass and lives on ("trouble"); the device has waited for 2 s  "told"
+ *   a rank asks about an event (key "pending"), and trace has another event at its index; or an
+ *   exception has kept that rank from an event that trace has begun
+ *   another rank has raised in this pass and lives on (key "trouble"), and the device waits for 2 s  "told"
  *   a rank of the group is lost: fp_board_said() has a reason                                                       yes
- *   4 s before the group's time-out some ranks have no work, and do not answer a call             "absent"          yes
+ *   4 s before the group's time-out some ranks have nothing pending, and do not answer a call     "absent"          yes
  *
  * 1: there was a reason. trace is FP_TRACE_LOST if the abort took values from a device, else FP_TRACE_BROKEN, and the
  *    communicator is aborted: the device goes on, and the collectives that it waited for give no values.
@@ -39,11 +40,11 @@ typedef struct {
  * -1 with an exception: torch has no such group or device; or the backend cannot abort, and trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
 
-/* Call wait(), a Python function in which the current stream of device begins to wait for a collective that Python has issued
- * over group. fp_watch() then sees that the device waits. -1 with the exception of wait(). */
+/* Call wait(), a Python function that lets the current stream of device wait for a collective that Python has issued over
+ * group. fp_watch() then sees that the device waits. -1 with the exception of wait(). */
 int fp_watch_around(const char *group, const char *device, PyObject *wait);
 
-/* The time-out of collectives over group on device ("cuda"), in seconds. Infinite: there is no such group, or its backend
+/* The time-out of collectives over group on device ("cuda"), in seconds. Infinite: torch has no such group, or its backend
  * tells no time-out. -1 with an exception: torch has no such device. */
 double fp_time_out(const char *group, const char *device);
 
