@@ -272,8 +272,9 @@ def validate_tensors_to_flatten(handle: Handle, tensors: list[Tensor | nn.Parame
             raise ValueError(refusal)
         if not tensor.is_floating_point() and not tensor.is_complex():
             raise ValueError(
-                f"Cannot flatten integer dtype tensors: {describe(handle, tensor)}; register it as a buffer, or "
-                "ignore it (ignored_states)"
+                f"Cannot flatten integer dtype tensors: {describe(handle, tensor)}; register it as a buffer, "
+                "ignore it (ignored_states), or store quantized weights in a floating dtype (bitsandbytes: "
+                "quant_storage=torch.bfloat16). flatparam's runtime shards quantized weights of any dtype"
             )
         if tensor.dtype != first.dtype:
             raise ValueError(

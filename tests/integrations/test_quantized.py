@@ -3,16 +3,19 @@
 The oracle is the unsharded module. torch's class takes none of these: integers, and wrappers of several tensors.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from trainers import needs
+from trainers import needs, under
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
+from flatparam.common.torch_private import TorchsFSDP
 
 pytestmark = pytest.mark.multiprocess
 
@@ -133,6 +136,25 @@ def ignored(quantize, message):
         bases = [block.base.weight for block in module]
         assert losses_of(wrapped(module, use_orig_params=uses, ignored_states=bases)) == wanted
     dist.barrier()
+
+
+def ignored_by_torchs_class():
+    """What docs/integrations.md says to do where torch's class stays."""
+    wanted = losses_of(made(of_4_bits))
+    for kind, uses in itertools.product(("torch", "dropin"), (False, True)):
+        with under(kind):
+            arguments = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": uses}
+            with pytest.raises(ValueError, match="integer dtype" if uses else "requires_grad=True and False"):
+                TorchsFSDP(made(of_4_bits), **arguments)
+            module = made(of_4_bits)
+            bases = [block.base.weight for block in module]
+            assert losses_of(TorchsFSDP(module, ignored_states=bases, **arguments)) == wanted
+    dist.barrier()
+
+
+def test_4_bits_in_bytes_are_ignored_by_torchs_class_or_named():
+    needs("bitsandbytes")
+    run_ranks(ignored_by_torchs_class, 2)
 
 
 def test_4_bits_of_bitsandbytes_in_bytes_are_sharded(tmp_path):

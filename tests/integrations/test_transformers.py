@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import note, run_ranks
-from trainers import needs, same_files, tell_accelerate_of_an_accelerator, under
+from trainers import look_like_torchrun, needs, same_files, tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
@@ -44,8 +44,8 @@ def sentences():
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def a_trainer(folder, state_dict_type, config, arguments, saves=True, make=a_llama):
-    tell_accelerate_of_an_accelerator()
+def a_trainer(folder, state_dict_type, config, arguments, saves=True, make=a_llama, fsdp=True):
+    tell_accelerate_of_an_accelerator() if fsdp else look_like_torchrun()
     from transformers import Trainer, TrainingArguments
 
     common = {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "sync_module_states": False}
@@ -60,8 +60,8 @@ def a_trainer(folder, state_dict_type, config, arguments, saves=True, make=a_lla
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        fsdp=True,
-        fsdp_config={**common, **config, "state_dict_type": state_dict_type},
+        fsdp=fsdp,
+        fsdp_config={**common, **config, "state_dict_type": state_dict_type} if fsdp else None,
         **arguments,
     )
     return Trainer(make(), arguments, train_dataset=sentences(), eval_dataset=sentences()[:5])
