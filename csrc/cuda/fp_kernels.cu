@@ -1,5 +1,5 @@
-// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. fp_pack_body.h and fp_list_bodies.h have the work of
-// one thread.
+// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. The work of one thread is in fp_pack_body.h and
+// fp_list_bodies.h.
 #include <cuda_runtime.h>
 
 #include <array>

@@ -1,5 +1,6 @@
-// tensor/fp_begun.hpp -- the collectives that a group has begun, and for which of them a device, or the host, waits. It is
-// noted for groups with a PendingCollectives alone, those of fp_watch.h; for others these calls cost one look at a counter.
+// tensor/fp_begun.hpp -- the pending collectives of a group, and the collective for which a device, or the host, waits now.
+// fp_channel.cpp notes them; the watch over a device (desync/fp_watch.cpp) reads them. Only collectives of groups that have a
+// PendingCollectives are noted; for other groups a call reads one counter.
 //
 // Any thread may call these, without the GIL. They take one lock, and call no device under it: a device that is stuck may not
 // return.
@@ -22,7 +23,8 @@ seconds(Clock::duration duration)
     return std::chrono::duration<double>(duration).count();
 }
 
-// While one lives, a collective over group makes its communicator, if is_first: that blocks the host until all ranks have come.
+// While one lives with is_first, the first collective over group is being issued: the backend makes the communicator, which
+// blocks the host until all ranks have come. Without is_first it does nothing.
 class FirstCollective {
   public:
     FirstCollective(const c10d::ProcessGroup &group, bool is_first);
@@ -34,14 +36,14 @@ class FirstCollective {
     const c10d::ProcessGroup *group_; // null: it is not the first collective
 };
 
-// Note a collective over group that was begun. No stream waits for it yet. work is referred to weakly.
+// Note a collective over group that has begun. No stream waits for it yet. Only a weak reference to work is kept.
 void note_begun(const c10d::ProcessGroup &group, const c10::intrusive_ptr<c10d::Work> &work);
 
 struct Wait;
 
-// From its construction to end() the current stream of device is made to wait for a collective over group, or the host
-// waits. It records an event before and after, between which the stream does nothing but wait. work: null if Python has
-// begun it. Destroyed without end(), the wait has failed.
+// A wait for a collective over group, from its construction to end(): the current stream of device is made to wait, or the
+// host waits. It records an event on the stream before and one after; between them the stream only waits. work: of the
+// collective; null if Python has issued it. If it is destroyed without end(), the wait has failed.
 class WaitScope {
   public:
     WaitScope(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device);
@@ -57,7 +59,7 @@ class WaitScope {
 
 struct Begun;
 
-// While one lives, the collectives that group begins are noted. group is not kept, only its address.
+// While one lives, the collectives over group are noted. Only the address of group is kept, to compare it.
 class PendingCollectives {
   public:
     explicit PendingCollectives(const c10d::ProcessGroup *group);
@@ -65,17 +67,17 @@ class PendingCollectives {
     PendingCollectives &operator=(const PendingCollectives &) = delete;
     ~PendingCollectives();
 
-    // Whether a collective has begun and not ended, so that other ranks may be needed. false if the device has failed.
+    // Whether a collective has begun and not ended. false if the device has failed: then no rank can help.
     bool has_work();
 
-    // Whether a stream, or the host, waits now for a collective that began at least `patience` seconds ago, or has made a
+    // Whether a stream, or the host, has waited for a collective for at least `patience` seconds and waits still, or makes the
     // communicator for so long.
     bool has_waited(double patience);
 
-    // has_work() of any group in this process.
+    // Whether has_work() is true of any group in this process.
     static bool any_has_work();
 
-    // The device of the streams that wait; null: none has waited yet.
+    // The device whose streams wait; none: no stream has waited yet.
     std::optional<c10::Device> device();
 
   private:

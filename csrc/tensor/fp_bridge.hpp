@@ -1,6 +1,6 @@
-// tensor/fp_bridge.hpp -- shared by the C++ files of the bridge: unpack tensors, stop exceptions at the border to C, the
-// geometry, storages that are freed and filled again, and what differs between versions of torch. The GIL is held unless a
-// comment says otherwise.
+// tensor/fp_bridge.hpp -- shared by the C++ files: unpack tensors, stop exceptions at the border to C, the geometry, storages
+// that are freed and filled again, and differences between versions of torch. The GIL is held unless a comment says
+// otherwise. Functions throw C++ exceptions; the extern "C" functions that call them catch these in guarded().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,13 +24,14 @@ namespace fp {
 
 // The place of one tensor in a flat tensor, in elements. Always dense.
 struct View {
-    int64_t offset = 0;
+    int64_t offset = 0; // the first element, counted in the flat tensor
     int64_t numel = 0;
-    bool contiguous = true;
+    bool contiguous = true; // row-major
     std::vector<int64_t> shape, stride;
 };
 
-// The places of all, sorted by offset; gaps are padding.
+// The places of all tensors in a flat tensor of total elements, sorted by offset; gaps are padding. It never changes, and is
+// shared by nodes and flat buffers.
 struct Geometry {
     std::vector<View> views;
     int64_t total = 0;
@@ -88,8 +89,8 @@ guarded(Result failure, Body &&body) noexcept
     return failure;
 }
 
-// body(), for a clean-up: without Python, so that a Python exception that is set stays. A C++ exception is dropped: the device
-// has failed, and its next user raises that.
+// Run body, a clean-up that calls no Python, so that a Python exception that is set stays. A C++ exception is dropped: the
+// device has failed, and the next call that uses the device raises the error.
 template <class Body>
 void
 unless_failed(Body &&body) noexcept
@@ -116,7 +117,7 @@ make_node(Args &&...args)
     }
 }
 
-// The address of a storage's memory; nullptr: freed. It does not throw after set_freed_reason().
+// The address of a storage's memory; nullptr: freed. Unlike torch's functions it does not throw after set_freed_reason().
 inline const void *
 address_of(c10::StorageImpl *storage)
 {
@@ -124,7 +125,8 @@ address_of(c10::StorageImpl *storage)
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
-// This torch can let accesses throw, and has no function that ends it. An explicit instantiation may name private members.
+// This torch can let accesses throw, but has no function to allow them again. An explicit instantiation may name private
+// members.
 namespace {
 template <bool c10::StorageImpl::*throws, void (c10::StorageImpl::*refresh)()> struct LetsAccess {
     friend void clear_freed_reason(c10::StorageImpl &storage)
@@ -162,7 +164,7 @@ set_freed_reason(c10::StorageImpl *storage, const char *reason)
 // offset: in the storage, in elements.
 at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
 
-// The same at one place of a flat tensor.
+// The same at the place of one tensor in flat.
 inline at::Tensor
 alias(const at::Tensor &flat, const View &place)
 {
@@ -180,24 +182,23 @@ bool has_own_memory(const c10::StorageImpl *storage);
 void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size,
                     c10::DataPtr given = c10::DataPtr());
 
-// Note a storage that flatparam frees and fills again; and whether one was noted.
-void note_reused(c10::StorageImpl *storage);
-bool is_reused(const c10::StorageImpl *storage);
+void note_reused(c10::StorageImpl *storage);     // note that flatparam frees and fills this storage again
+bool is_reused(const c10::StorageImpl *storage); // whether it was noted
 
 // Whether code outside refers to the Python object of a storage that has memory, and may read it by its address.
 bool has_borrower(c10::StorageImpl *storage);
 
-// An empty tensor with a new storage, like one of so many bytes that resize_storage() has freed.
+// An empty tensor with a new freed storage: as resize_storage() frees one of so many bytes. reason, keeps_size: see there.
 at::Tensor freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size);
 
-// Move tensor to source's storage. It keeps its shape, its history and its Python object.
+// Let tensor use source's storage. It keeps its shape, its autograd history and its Python object.
 void move_to_storage(const at::Tensor &tensor, const at::Tensor &source);
 
-// The bytes that tensor needs in its storage, from the beginning of that.
+// The bytes that the storage of tensor needs for all its elements, counted from the beginning of the storage.
 size_t bytes_for(const at::Tensor &tensor);
 
-// Whether the storage of tensor has memory for all elements: users can free and resize each storage that they reach. true for
-// tensors without a storage that could be asked (sparse ones, meta ones, wrappers in Python).
+// Whether the storage of tensor has memory for all elements: users can free and resize each storage that they can reach. true
+// for tensors without such a storage (sparse and meta tensors, wrappers in Python).
 bool has_memory(const at::Tensor &tensor);
 
 // Throw ValueError, which begins with name, unless has_memory(). Call it before each read or write of memory that a user can
@@ -258,7 +259,7 @@ drop_grad(const at::Tensor &param)
 // call of the node from Python does not. what: the name of the node, for the error.
 void check_gradients(const Geometry &geometry, const std::vector<at::Tensor> &gradients, const std::string &what);
 
-// Whether dtype is too coarse to add many gradients in.
+// Whether dtype is bf16 or fp16: too coarse to add many gradients in it.
 inline bool
 is_low(at::ScalarType dtype)
 {
@@ -276,7 +277,7 @@ struct Plainly {
         {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-// While one lives, this thread of autograd, which comes without it, has the GIL.
+// While one lives, this thread of autograd has the GIL. Autograd calls nodes and hooks without it.
 struct WithGil {
     PyGILState_STATE state = fp_gil_ensure();
     WithGil() = default;
@@ -300,7 +301,7 @@ struct WithoutGil {
     }
 };
 
-// call(), made without the GIL.
+// The result of call(), which runs without the GIL.
 template <class Call>
 auto
 unlocked(Call &&call)

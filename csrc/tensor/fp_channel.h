@@ -1,13 +1,12 @@
-/* tensor/fp_channel.h -- a process group for the collectives of units: the watchers that are told of each collective, an
- * all-gather by itself, and the sum of flags by which ranks agree. Plain C, under the rules of fp_torch.h. */
+/* tensor/fp_channel.h -- a process group for the collectives of units: the watchers that are told of each collective, the
+ * all-gather for Python, and the sum of flags by which ranks agree. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_torch.h"
 
 FP_BEGIN_C
 
-/* A process group as the runtime uses it. It is not counted: its maker frees it, after all flat buffers and sums that borrow
- * it. */
+/* A process group for the runtime. A flat buffer owns its groups (fp_flat_buffer_plan) and frees them; sums borrow them. */
 typedef struct fp_group fp_group;
 
 /* group: the Python process group; a reference is kept.
@@ -34,9 +33,10 @@ typedef struct {
     int (*is_broken)(PyObject *watcher);
 } fp_group_calls;
 enum { FP_WATCHERS = 2 };
-/* Set watcher number `which`, 0 or 1; a reference is kept. Of two watchers number 1 hears before() first. number: of the unit,
- * in the events for this watcher. calls and sliced are the group's: the last call of this function sets them. sliced: waits
- * are cut into slices (gloo), else the backend waits to the end (NCCL). */
+/* Set watcher number `which`, 0 or 1; a reference is kept. Of two watchers number 1 gets before() first.
+ * number: the id of the unit in the events for this watcher.
+ * calls, sliced: of the group: the last call of this function sets them. sliced: waits are cut into slices (gloo), else the
+ * backend waits to the end (NCCL). */
 void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number,
                     int sliced);
 
@@ -56,8 +56,8 @@ enum {
     FP_EVENT_KINDS = 11
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };
-/* The event as one number of 62 bits: ranks that differ in any part differ in it. number: of the unit; trained: for a reduction
- * a hash of which parameters require grad (FP_EVENT_TRAINED_BITS); else 0. */
+/* The event as one number of 62 bits: ranks that differ in any part differ in the number. number: the id of the unit; trained:
+ * for a reduction a hash of which parameters require grad (FP_EVENT_TRAINED_BITS); else 0. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {
@@ -68,25 +68,26 @@ int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* 1: bo
 int fp_group_place(const fp_group *group, int *rank, int *size); /* this rank's number in it, and its size; 0; -1 */
 int fp_group_world_rank(const fp_group *group, int rank);        /* the world rank of the group's rank; -1 */
 
-/* All-gathers over a group, one at a time, that no watcher hears of: _C's gather, for Python. */
+/* All-gathers over a group, one at a time, of which no watcher is told: _C.Gather owns it, and the drop-in uses that. */
 typedef struct fp_gather fp_gather;
 /* group, name: as for fp_group_new(); name is needed. sliced: a wait returns after 300 ms. */
 fp_gather *fp_gather_new(PyObject *group, const char *name, int sliced);
 /* NULL is allowed. A pending gather goes on, and keeps the memory of its tensors. */
 void fp_gather_free(fp_gather *gather);
-/* Begin to gather the shard of every rank into output, in rank order. The memory of both is kept until it has ended, also if
- * they get other data. RuntimeError if one is pending. */
+/* Begin to gather the shard of every rank into output, in rank order. The memory of both is kept until the gather has ended,
+ * even if the tensors get other data. RuntimeError if a gather is pending. */
 int fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard);
 /* Wait for it, without the GIL. 1: it has ended, or none was begun; 0: sliced, and 300 ms are over; -1: it has failed, and the
  * next one may begin. */
 int fp_gather_wait(fp_gather *gather);
 int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 1: one has begun and not ended */
 
-/* A sum of flags over the ranks of a group: ranks agree by it. One is started early and read late, so that it costs no wait. */
+/* A sum of flags over the ranks of a group, by which ranks agree. It is started early and read late, so that the wait for it is
+ * short. */
 typedef struct fp_sum fp_sum;
-/* Start to add n flags over the group, on the host if it has a host group, else on the device of like. flags is copied.
- * collectives: NULL, or the Python object that issues them; kind: of the event. The sum borrows group. RuntimeError in the
- * capture of a CUDA graph: its replay would ask no rank. */
+/* Start to add flags[n] over the group, on the host if it has a host group, else on the device of like. flags is copied, group
+ * is borrowed. collectives: NULL, or the Python object that issues collectives; kind: FP_EVENT_*. NULL: nothing has begun, or
+ * a watcher has raised. RuntimeError in the capture of a CUDA graph: its replay would ask no rank. */
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives,
                      unsigned kind);
 int fp_sum_read(fp_sum *sum, int32_t *flags); /* wait, and write the n sums; -1: an interrupted wait may be repeated */

@@ -22,21 +22,22 @@ struct fp_group {
     bool sliced = false;                         // waits are cut into slices of 300 ms, and watchers hear of each
     mutable std::optional<c10::Device> device;   // of the last collective; none yet: there is no communicator
     bool registers = true;                       // memory can be registered; false after a failure
-    bool given_up = false; // a give_up() has waited in vain since the last announce(): the next one does not wait
+    bool given_up = false; // a give_up() has waited in vain since the last announce(): the next give_up() does not wait
 };
 
 namespace fp {
 
-// Tell the watchers which collective is about to begin over group. Throws what a watcher raises; then do not issue it.
+// Tell the watchers which collective is about to begin over group. If a watcher raises, its exception is thrown, and the
+// collective must not be issued.
 void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
 
 // Whether the backend can multiply tensors like this one by a factor as it adds them up. NCCL can, here in fp32 and fp64 only:
 // in bf16 torch 2.13 passes it the upper half of a wide factor.
 bool premultiplies(const fp_group &group, const at::Tensor &tensor);
 
-// Whether to register memory of device for group's collectives with its backend: FLATPARAM_REGISTERED=1 asks for it, and it
-// has not failed yet. Not before the group's first collective, as there is no communicator; not in a capture, whose memory
-// NCCL registers itself.
+// Whether to register memory of device with the backend of group, so that NCCL needs no copy of its own. true if
+// FLATPARAM_REGISTERED=1 asks for it and it has not failed yet. false before the group's first collective, as there is no
+// communicator, and in a capture, whose memory NCCL registers itself.
 bool registers(const fp_group &group, const c10::Device &device);
 
 // A 1-D tensor of numel elements in registered memory, so that collectives take no copy. Undefined where registers() is false,
@@ -53,21 +54,21 @@ c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::T
                                               double factor = 1.0);
 c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
 
-// Issue it from Python: collectives.name(output, input, group), which waits itself. announce() it before, too.
+// Issue a collective from Python: call collectives.name(output, input, group), which also waits. announce() it before.
 void call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
                  const fp_group &group);
 
-// Wait for work over group; null: return at once. work is reset when it has ended or failed; a failure is thrown. If a watcher
-// ends the wait, its exception is thrown and work stays: the collective goes on, and can be waited for again.
+// Wait for work over group; null: return at once. work becomes null when it has ended or failed; a failure is thrown. If a
+// watcher ends the wait, its exception is thrown and work stays: the collective goes on, and can be waited for again.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
-// The same where the backend of work is not that of group's units (a sum on the host). sliced: whether its waits are cut.
+// The same for work of another backend than group's (a sum on the host). sliced: whether that backend's waits are cut.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced);
 
-// Wait 300 ms at most for work whose pass is given up: other ranks may never come to it. Returns whether it has ended; true
-// without a wait where waits are not sliced. It does not throw what work raises.
+// Wait 300 ms at most for work of an interrupted pass: other ranks may never issue their part. Returns whether it has ended;
+// true without a wait if waits are not sliced. A failure of work is not thrown.
 bool give_up(c10d::Work &work, fp_group &group);
 
-// Whether a watcher knows that pending collectives of group may never end.
+// Whether a watcher says that pending collectives of group may never end (is_broken() of fp_group_calls).
 bool is_broken(const fp_group &group);
 
 } // namespace fp

@@ -15,31 +15,31 @@ extern "C" {
 
 namespace fp {
 
-// How target gets its elements.
+// The arithmetic of the functions below: target = source, or target += source, in target's dtype.
 struct How {
-    std::optional<double> scale; // multiply them by it, in target's dtype
-    bool accumulate = false;     // add them to target's
+    std::optional<double> scale; // multiply source by it, in target's dtype
+    bool accumulate = false;     // add to the elements of target
 };
 
-// The functions below write target (+)= f(source). They throw ValueError, before they write, where source or target has
-// less memory than it needs.
+// The functions below write target (+)= f(source), where (+)= is = or +=. Unless they say otherwise they throw ValueError,
+// before they write, if source or target has less memory than it needs.
 
-// The core's name for a dtype; none: the core only copies it, and does not convert it.
+// The core's number of a dtype; none: the core copies elements of this dtype, and does not convert them.
 std::optional<fp_dtype> core_dtype(at::ScalarType dtype);
 
-// Pack segments of source_dtype into target, 1-D and contiguous, both on the CPU, in one pass and several threads. Between them
-// come zeros, or for a plain copy the item at fill. false: the core has no kernel for these dtypes, and nothing was done.
-// It does not check memory.
+// Pack segments of source_dtype into target, 1-D and contiguous, both on the CPU, in one pass and several threads. The gaps
+// become zeros; in a plain copy they become the item at fill, of target's dtype. false: the core has no kernel for these
+// dtypes, and nothing was done. It does not check memory.
 bool pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments,
           const How &how, const void *fill = nullptr);
 
-// target (+)= the pieces at their places * scale; zeros where there is none. One pass where all are plain, on the CPU and
-// of the dtype in options; else kernels, ours or torch's, that each take many tensors; else torch's operations with options.
-// name: of the unit, in errors; or null.
+// target (+)= pieces * scale, each piece at its place of geometry; zeros where there is no piece. An undefined piece counts as
+// zeros. It is one pass if all pieces are plain, on the CPU and of the dtype in options; else kernels, ours or torch's, that
+// each take many tensors; else torch's operations with options. name: the unit's name for errors; or null.
 void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                  const at::TensorOptions &options, const How &how, const char *name = nullptr);
 
-// target (+)= source * scale, both 1-D and equally long; one pass where both are on the CPU or the device has kernels.
+// target (+)= source * scale, both 1-D and equally long; one pass if both are on the CPU, or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);
 
 // tensor / divisor, rounded to tensor's dtype and then to dtype. tensor may be changed, and returned.

@@ -1,6 +1,7 @@
-/* tensor/fp_flat_buffer.h -- one flat parameter of a unit: its shard is gathered into the flat buffer, modules compute with
- * views of that, and the gradients of the views are reduced to the gradient of the shard. Plain C, under the rules of
- * fp_torch.h. csrc/runtime decides when each step is due, and owns the shard, the views and the groups.
+/* tensor/fp_flat_buffer.h -- the flat buffer of one flat parameter: the shards are gathered into it, modules compute with
+ * views of it, and the gradients of the views are reduced to the gradient of the shard. Plain C, under the rules of
+ * fp_torch.h. csrc/runtime decides when each step is due, and owns the shard and the views. The GIL protects the state; a call
+ * that waits releases it, so in a backward the lock of the root keeps other threads out.
  *
  *     prepare -> views            once; again when the dtype or device of the shard has changed
  *     gather -> wait              before forward and backward: the shards of all ranks into the flat buffer
@@ -8,11 +9,11 @@
  *     pack -> start_reduce -> advance_reduce -> finish_reduce     the gradient of the shard
  *     accumulate                  instead of these four in no_sync
  *
- * With a secondary shard (param_group) the first gather after a change of the shards leaves our part of the values as the
- * secondary shard, and later gathers take it from there over fewer ranks.
+ * With a secondary shard (param_group) the first gather after a change of the shards also makes this rank's part of the values
+ * the secondary shard. Later gathers are from the secondary shards, over the fewer ranks of param_group.
  *
  * States: the storage is in one of fp_data_state, the gradient in one of fp_gradient_state; core/fp_state.c has the legal
- * moves. A call that comes in the wrong state raises RuntimeError, names the states it is possible in, and changes nothing.
+ * moves. A call in the wrong state raises RuntimeError, which names the states in which it is possible, and changes nothing.
  *
  * Arguments that many calls share:
  *   shard        [shard_numel] this rank's shard, contiguous
@@ -25,16 +26,16 @@
 
 FP_BEGIN_C
 
-/* The part of a flat buffer that never changes. The flat buffer owns the groups. */
+/* The settings of a flat buffer, which never change. The flat buffer owns the groups. */
 typedef struct {
     int64_t shard_numel;
     int rank, shards;             /* this rank's shard, 0 <= rank < shards */
     fp_group *shard_group;        /* NULL if shards == 1 */
     fp_group *replicate_group;    /* gradients of the shard are added over it after shard_group; NULL: none */
-    int param_rank, param_shards; /* the same for the secondary shard; param_shards divides shards */
-    fp_group *param_group;        /* the ranks that share the secondary shard; NULL: there is none */
-    fp_group *outer_group;        /* nested: the ranks whose shards make up our secondary shard, in their order */
-    double predivide, postdivide; /* gradients are divided by them before and after they are added up */
+    int param_rank, param_shards; /* this rank's secondary shard, and their number, which divides shards */
+    fp_group *param_group;        /* its ranks hold one secondary shard each; NULL: there is no secondary shard */
+    fp_group *outer_group; /* nested: the ranks whose shards together are this rank's secondary shard, in order */
+    double predivide, postdivide; /* gradients are divided by them before and after the sum over the ranks */
     int full_precision;           /* without a reduce_dtype, gradients are reduced in the shard's dtype */
     int keep_reduce_dtype;        /* the gradient of the shard stays in reduce_dtype */
     int stays_full;               /* release() keeps the memory */
@@ -48,8 +49,8 @@ typedef struct {
 } fp_flat_buffer_options;
 
 typedef struct fp_flat_buffer fp_flat_buffer;
-/* It takes the groups of the plan. NULL with ValueError: the numbers or groups of the plan do not fit together; the caller has
- * the groups still. */
+/* Make a flat buffer without memory; it owns the groups of the plan from now on. NULL with ValueError: the numbers or groups
+ * of the plan do not fit together; then the caller owns the groups still. */
 fp_flat_buffer *fp_flat_buffer_new(const fp_flat_buffer_options *options);
 const fp_flat_buffer_plan *fp_flat_buffer_plan_of(const fp_flat_buffer *flat) FP_NOEXCEPT; /* borrowed */
 void fp_flat_buffer_free_groups(const fp_flat_buffer_plan *plan);
@@ -61,17 +62,18 @@ void fp_flat_buffer_free(fp_flat_buffer *flat);
 /* ---- the storage ---- */
 
 /* Make the unsharded tensor for a shard of this dtype and device. Its storage is freed: an access raises reason
- * (fp_torch_free). Where no values have to be gathered or converted (one shard, same dtype and device), it is the shard itself.
- * 1: it is new, and views must be made anew; 0: it was there; -1. */
+ * (fp_torch_free). If no values have to be gathered or converted (one shard, same dtype and device), it is the shard itself.
+ * 1: it is new, and views must be made anew; 0: the present one fits; -1. */
 int fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard, const char *reason);
-/* Whether a storage has less memory than it should: the flat buffer's while it is gathered, else the shard's. Code outside has
- * freed or resized it then. *present, *needed: its bytes. 1; 0; -1. */
+/* 1: code outside has freed or resized the storage that is read next, the flat buffer's while it is gathered, else the
+ * shard's: it has *present bytes and needs *needed. 0: it has enough; -1. */
 int fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard, int64_t *present, int64_t *needed);
 /* Before a gather: if the memory is borrowed (a NumPy array), leave it to the borrower, and make an unsharded tensor with a
  * new storage. Graphs that need the old values are refused by autograd.
  * 1: it is new, and views must be made anew; 0: the memory is not borrowed; -1. */
 int fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason);
-/* Let the unsharded tensor's storage have the size 0 while it is freed, as drivers of handles expect. Before it is prepared. */
+/* Let the unsharded tensor's storage have the size 0 while it is freed, as drivers of handles expect. Call it before the first
+ * fp_flat_buffer_prepare(). */
 void fp_flat_buffer_lose_size(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* in_full: compute and reduce in the shard's dtype; else as the options say. It takes effect with the next prepare and
  * views. */
@@ -79,95 +81,101 @@ void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCE
 
 /* ---- the views ---- */
 
-/* Make the views of the unsharded tensor behind one autograd node, which calls ref's unit with index, the number of this flat
- * parameter in it. untracked: leaves without a node. leaf: NULL, or a leaf whose data is the unsharded tensor: the node calls no
- * unit, and gives the gradient to leaf. out[n] receives new references; on failure none. */
+/* Make the views of the unsharded tensor behind one autograd node, which calls ref's unit with index, the index of this flat
+ * parameter in the unit. untracked: the views are leaves without a node. leaf: NULL, or a leaf whose data is the unsharded
+ * tensor: then the node calls no unit, and gives the gradient to leaf. out[n] receives new references; on failure none. */
 int fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject *leaf,
                          PyObject **out);
 int fp_flat_buffer_has_hooks(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 1: that node has got hooks */
 int fp_flat_buffer_has_node(const fp_flat_buffer *flat) FP_NOEXCEPT;  /* 0: the views are leaves, or there are none */
-/* Let the node run only after all nodes that were recorded since began (fp_graph_now). Without this call it runs as soon as its
- * gradients are there; a reentrant checkpoint may give more of them later. */
+/* Let the node run only after all nodes that were recorded since began (fp_graph_now). Without this call it runs as soon as it
+ * has a gradient of each view that the backward reaches; but a reentrant checkpoint may give more later. */
 void fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) FP_NOEXCEPT;
 /* Let the node run on the stream that is current here, in a forward: autograd runs a node on the stream of its forward, and
  * this node serves many forwards. */
 int fp_flat_buffer_run_here(fp_flat_buffer *flat, PyObject *const *views);
-/* Whether the graph task that runs in this thread will run the node. */
+/* 1: the graph task that runs in this thread will run the node; 0: it will not, or none runs here. */
 int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
 
 /* ---- gather ---- */
 
-/* Convert the shard into its place, and start to gather the others. It waits for an earlier gather first.
+/* Convert the shard into its place, and start to gather the shards of the other ranks. It waits for an earlier gather first.
  *   changed   the shard's values differ from those of the last gather: graphs that need those are refused by autograd
  *   refresh   gather from the shards, also where there is a secondary shard
  *   goes_on   an earlier call for the same values was interrupted: keep a secondary shard that it has begun
  *   reason    the message of an access to the unsharded tensor or a view before the wait; NULL: accesses are not refused.
  *             Values that were there before stay readable: they are the same, or their graph is refused
- * 1: from the shards; 0: from the secondary shard; -1: nothing is gathered, though the storage may have memory. */
+ * 1: it gathers from the shards; 0: from the secondary shards; -1: nothing is gathered, though the storage may have memory. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on, const char *reason);
-/* Join the collectives of one kind that n flat parameters begin between begin and end into one call of the backend.
- * 1: joined, and fp_flat_buffers_end() must follow, also after a failure and then without an error set; 0: they have several
- * groups, or the backend cannot, and nothing has begun; -1. _can_join only tells, and begins nothing. */
+/* Join the collectives of one kind that n flat parameters begin between fp_flat_buffers_begin() and fp_flat_buffers_end() into
+ * one call of the backend.
+ *   _begin     1: joined: fp_flat_buffers_end() must follow, after a failure too, and then with no exception set; 0: as
+ *              _can_join, and nothing has begun; -1
+ *   _can_join  1: they can be joined; 0: the flat parameters have several groups, or the backend cannot join
+ *   _end       issues the joined call. 0; -1 */
 enum { FP_JOIN_GATHERS, FP_JOIN_REDUCTIONS, FP_JOIN_REPLICAS };
 int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
-/* Whether gathers run beside the computation, so that a prefetch saves time. */
+/* 1: gathers run beside the computation, so that a prefetch saves time; 0: they would delay it. */
 int fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Wait until the gather has ended: the host where collectives block it, else the current stream. The GIL is released. -1: the
  * wait was interrupted, and may be repeated; or the gather has failed, fp_flat_buffer_is_gathered() is 0, and the values are
  * undefined. */
 int fp_flat_buffer_wait(fp_flat_buffer *flat);
-/* Abandon the gather of a pass that is given up: other ranks may not come to it, so wait 300 ms at most. Its memory stays
- * allocated until it has ended, and the next gather waits for it. */
+/* Abandon a pending gather, as its pass was interrupted: other ranks may never issue theirs, so it waits 300 ms at most. The
+ * memory stays allocated until the gather has ended, and the next gather waits for that. */
 int fp_flat_buffer_give_up(fp_flat_buffer *flat);
 
 /* ---- user writes ---- */
 
 /* A user may change a view in place, which torch counts, or give it other data (view.data = ...).
- * _is_changed: an in-place change was not taken yet. _moved_view: the first view with other data; -1: none. _is_written:
- * either. */
+ *   _is_changed  1: an in-place change was not taken yet
+ *   _moved_view  the index of the first view with other data; -1: none
+ *   _is_written  1: one of both */
 int fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
 int fp_flat_buffer_is_changed(const fp_flat_buffer *flat) FP_NOEXCEPT;
 Py_ssize_t fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
-/* How many references the storage and the views have. If there are more than before a forward, a graph may have saved a
+/* The number of references to the storage and the views. If there are more than before a forward, a graph may have saved a
  * view. */
 int64_t fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
-/* Take user writes: this rank's elements go into the shard, all of them into the gathered buffer, and moved views return to
- * their place. 1: the shard has changed; 0: it has not; -1. *misfit: the number of a view whose new data were dropped, as they
- * have another shape, dtype or device; n: an in-place change was lost, as nothing is gathered; -1: neither. */
+/* Take user writes: copy this rank's elements into the shard and all elements into the gathered buffer, and let moved views lie
+ * at their places again. 1: the shard has changed; 0: it has not; -1. *misfit: the index of a view whose new data were dropped,
+ * as they have another shape, dtype or device; n: an in-place change was lost, as nothing is gathered; -1: neither. */
 int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, Py_ssize_t *misfit);
 /* Drop in-place changes. */
 void fp_flat_buffer_forget_written(fp_flat_buffer *flat) FP_NOEXCEPT;
-/* Let autograd refuse the graphs that need the present values. */
+/* The values will change: let autograd refuse a backward through graphs that need the present ones. */
 void fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views);
 
-/* ---- which values are there ---- */
+/* ---- the values ---- */
 
-/* Wait on the host until the device has read a shard that lies on the host; then the shard may be written. */
+/* Let the host wait until the device has read a shard that lies on the host; then the shard may be written. */
 int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
 /* A counter: increased when shard has another storage than in the last call. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 1: gathered, or being gathered */
-/* Whether the gather belongs to another capture of a CUDA graph than the current one, so that its values are not there. */
+/* 1: the gather belongs to another capture of a CUDA graph than the present one, so the values are not in the memory; 0. */
 int fp_flat_buffer_is_void(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* Whether work on the current stream of its device is captured into a CUDA graph. */
+/* 1: work on the current stream of its device is captured into a CUDA graph; 0. */
 int fp_flat_buffer_is_captured(const fp_flat_buffer *flat) FP_NOEXCEPT;
 int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 1: gathered, or there is a secondary shard */
-/* Whether the gathered buffer, or else the secondary shard, has the values of shard for this rank's elements, bit for bit. It
- * waits for a gather. 1; 0: other values, or none; -1. */
+/* 1: the gathered buffer, or else the secondary shard, has the values of shard at this rank's elements, bit for bit; 0: it has
+ * other values, or there are none; -1. It waits for a pending gather. */
 int fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard);
-/* Free the memory after a wait for its gather; an access raises reason (fp_torch_free). Our part of it becomes the secondary
- * shard, if there shall be one and is none. Borrowed memory is left to the borrower, and the views in it move to a freed
- * storage. Nothing is freed under stays_full, where the unsharded tensor is the shard, and where the gather may never end. */
+/* Wait for a pending gather, and free the memory; an access raises reason (fp_torch_free) from then on. If there is to be a
+ * secondary shard and is none, it is cut first. Borrowed memory is left to the borrower, and the views in it move to a freed
+ * storage. Nothing is freed with stays_full, if the unsharded tensor is the shard, or if the gather may never end. */
 int fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason);
-/* The first half of that alone: our part becomes the secondary shard, and the memory stays. After a wait. */
+/* Copy this rank's part of the gathered values into the secondary shard, if there is to be one and is none. Call it after
+ * fp_flat_buffer_wait(). The memory stays. */
 int fp_flat_buffer_cut_secondary_shard(fp_flat_buffer *flat);
-/* Keep the memory, and let an access raise reason until the next gather or wait. Nothing happens while a gather is pending. */
+/* Let an access to the memory raise reason until the next gather or wait. The memory stays. While a gather is pending this does
+ * nothing. */
 int fp_flat_buffer_hide(fp_flat_buffer *flat, const char *reason);
-/* Forget the gathered values, after a wait for their gather: they do not become the secondary shard. The memory stays.
- * Nothing happens where the gather may never end. _forget_values: and drop the secondary shard. */
+/* Wait for a pending gather, and count the values as invalid: they do not become the secondary shard. The memory stays. If the
+ * gather may never end this does nothing. _forget_values: drop the secondary shard, too. */
 int fp_flat_buffer_forget_gathered(fp_flat_buffer *flat);
 int fp_flat_buffer_forget_values(fp_flat_buffer *flat);
 PyObject *fp_flat_buffer_secondary_shard(fp_flat_buffer *flat); /* [total / param_shards], new reference; None: none */
@@ -181,11 +189,11 @@ void fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat);
 /* Add the gradients of the views to the accumulated gradient: [total] in the shard's dtype, in fp32 if the shard is bf16 or
  * fp16. With offloads it goes to host memory. */
 int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Pack the accumulated gradient and gradients into the input of the reduction; there is no accumulated gradient after that. A
- * second call before fp_flat_buffer_start_reduce() adds to that input. */
+/* Pack the sum of the accumulated gradient and gradients into the input of the reduction. There is no accumulated gradient
+ * afterwards. A second call before fp_flat_buffer_start_reduce() adds to the input. */
 int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Start to reduce. Without a pack before it, it packs the accumulated gradient and gradients (NULL: none) first; zeros if there
- * is neither, as the other ranks reduce theirs. how_far, for nested strategies only:
+/* Start to reduce. If nothing is packed, pack the accumulated gradient and gradients (NULL: none) first; zeros if there is
+ * neither, as the other ranks reduce theirs. how_far, for nested strategies only:
  *   FP_REDUCE_INNER   over param_group; the result is added to those of earlier backwards, and stays
  *   FP_REDUCE_OUTER   that sum over outer_group, to the shard
  *   FP_REDUCE_ALL     both */
@@ -197,25 +205,25 @@ void fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, 
 int fp_flat_buffer_is_packed(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* 1: the reduction over shard_group was started, and the one over replicate_group was not. */
 int fp_flat_buffer_awaits_replicas(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* Wait for the collective that was started, and start the next one, or the copy to a shard on the host. 1: nothing is left but
- * fp_flat_buffer_finish_reduce(); 0: something was started or is under way, or nothing was being reduced; -1. */
+/* Wait for the collective under way, and start the next one, or the copy to a shard on the host. 1: only
+ * fp_flat_buffer_finish_reduce() is left; 0: another step was started or is under way, or nothing was being reduced; -1. */
 int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
-/* Go through all that is left. 1: *reduced is the gradient of the shard on the shard's device, its tensor a new reference;
- * 0: nothing was reduced, or no further than FP_REDUCE_INNER; -1. */
+/* Do all steps that are left, and wait. 1: *reduced is the gradient of the shard, on the shard's device, and its tensor a new
+ * reference; 0: nothing was being reduced, or only FP_REDUCE_INNER; -1. */
 int fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives, fp_reduced *reduced);
 
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* The accumulated gradient, [total], new reference; nested: our part of it, [total / param_shards], added over param_group.
- * None: there is none. One in host memory is given as it lies there, after a wait for its copy. */
+/* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / param_shards], summed over
+ * param_group. None: there is none. If it lies in host memory, the host waits for its copy, and the result is that memory. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
-/* Check that accumulated could be it: plain, of its shape, dtype and device. -1: ValueError or TypeError that begins with
- * name. */
+/* Check that accumulated can be the accumulated gradient: plain, of its shape, dtype and device. -1: ValueError or TypeError
+ * that begins with name. */
 int fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard, PyObject *accumulated,
                                      const char *name);
-/* Replace the accumulated gradient by accumulated, which was checked and is kept, not copied; with offloads its values go to
- * host memory. -1: there is no accumulated gradient any more. */
+/* Make accumulated, which was checked, the accumulated gradient. It is not copied; with offloads its values go to host memory.
+ * -1: there is no accumulated gradient any more. */
 int fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *accumulated);
-/* Drop pending reductions; accumulated_too: and the accumulated gradient. */
+/* Drop pending reductions, and if accumulated_too the accumulated gradient. */
 void fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too);
 /* Start to copy the accumulated gradient from host memory to the device, ahead of its use. _drop_reload: free that copy if
  * nothing was added to it; host memory still has the values. */

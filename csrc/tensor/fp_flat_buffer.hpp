@@ -16,33 +16,33 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     std::shared_ptr<const fp::Geometry> geometry;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
     bool in_full = false;              // compute and reduce in the shard's dtype, whatever the options say
-    std::optional<c10::Device> device; // to compute on; none: the shard's
+    std::optional<c10::Device> device; // the device to compute on; none: the shard's
 
-    at::Tensor unsharded;      // [total] in the compute dtype; its storage has 0 bytes while freed
+    at::Tensor unsharded;      // [total] in the compute dtype; its storage has no memory while it is freed
     at::Tensor unsharded_data; // the same memory, another version counter: autograd does not see writes to it
-    at::Tensor filling;        // the same memory, another storage: a gather writes by it while unsharded is hidden
+    at::Tensor filling;        // the same memory, another storage: a gather writes to it while unsharded is hidden
     bool keeps_size = true;    // the storage of unsharded tells its size while it is freed
     bool is_hidden = false;    // an access to unsharded or a view raises the reason: values may be missing
-    fp_data_state data = FP_DATA_SHARDED; // of unsharded; only fp::move changes it
+    fp_data_state data = FP_DATA_SHARDED; // the state of unsharded; only fp::move changes it
     at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: param_group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
     c10::intrusive_ptr<c10d::Work> work;  // the pending gather; null: none
     fp_group *work_group = nullptr;       // its group, borrowed
-    // Between fp_flat_buffers_begin and _end collectives may join into one call; joined: its collective is part of that call,
-    // whose work replaces its own.
+    // may: between fp_flat_buffers_begin and _end, where collectives join into one call. joined: the collective of this flat
+    // buffer is part of that call, whose work replaces its own.
     enum class Join { alone, may, joined } join = Join::alone;
     at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output; // nested: [total / param_shards], gradients reduced over param_group
+    at::Tensor partial_reduce_output; // nested, in its place: [total / param_shards], reduced over param_group
     at::Tensor reduce_input, reduce_output;   // of the pending reduction, in reduce_dtype_of(shard)
     at::Tensor reduce_slice;                  // the part of reduce_input to copy to reduce_output after an all-reduce
     c10::intrusive_ptr<c10d::Work> reduction; // the pending reduction; null: none
     bool is_divided = false;                  // the reduced gradient is divided by postdivide already
     at::Tensor arriving_grad;                 // the reduced gradient; on the host valid from has_arrived on
-    std::optional<fp::Mark> was_read;         // after the copy from a shard on the host
-    std::optional<fp::Mark> was_filled;       // after a gather without a work
+    std::optional<fp::Mark> was_read;         // after the copy from a shard on the host; none: nothing to wait for
+    std::optional<fp::Mark> was_filled;       // after a gather without a work, as copies make
     std::optional<fp::Mark> has_arrived;      // after the copy to a shard's gradient on the host
     fp::Home home;                            // of the memory of unsharded
-    fp::Home accumulated_home;                // of the accumulated gradient
+    fp::Home accumulated_home;                // of the memory of the accumulated gradient
     fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
     at::Tensor host;                  // the accumulated gradient between backwards; pinned beside an accelerator
     bool host_valid = false;          // host has the values, and the device has none
@@ -51,11 +51,11 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     std::optional<fp::Mark> has_come; // after that copy
     uint32_t trained = 0;             // a hash of which parameters require grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // the storage of the shard, as last seen
-    int64_t sources = 0;                                             // how often it has changed
+    int64_t sources = 0;                                             // times that source was another one
     std::shared_ptr<fp::UnitRef> unit;                               // the unit of the views; null before there are any
     fp::NodePtr node;                                                // behind the views; null: they have none
     int64_t shown_version = 0; // the version of unsharded that autograd knows of the views
-    int64_t seen_version = 0;  // the version up to which user writes were taken
+    int64_t seen_version = 0;  // the version of unsharded up to which user writes were taken
 
     explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
@@ -63,7 +63,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     {
         join = join == Join::may ? Join::joined : join;
     }
-    // Code outside may read the memory of unsharded by its address: do not free it, do not write to it.
+    // Whether code outside may read the memory of unsharded by its address: then it must not be freed or written to.
     bool is_borrowed() const
     {
         return unsharded.defined() && data != FP_DATA_BORROWED &&
@@ -125,15 +125,15 @@ void check(const fp_flat_buffer &flat, fp_gradient_event event); // the same err
 
 // ---- fp_gather.cpp ----
 
-// Whether the pending gather may never end: it becomes abandoned, and its memory must not be freed. A gather that was abandoned
-// and has ended since counts as failed, and returns false.
+// Whether the pending gather may never end: then it becomes abandoned, and its memory must not be freed. An abandoned gather
+// that has ended since counts as failed; then the result is false.
 bool is_lost(fp_flat_buffer &flat);
 
-// Wait for the pending gather, if there is one. Throws: the gather has failed and nothing is gathered; or the wait was
-// interrupted, the gather goes on, and the wait may be repeated.
+// Wait for the pending gather, if there is one. It throws if the gather has failed: then nothing is gathered. It also throws if
+// the wait was interrupted: then the gather goes on, and the wait may be repeated.
 void wait_for_gather(fp_flat_buffer &flat);
 
-// Let the current stream wait for a gather without a work, before it uses that memory.
+// Let the current stream wait for a gather without a work, before it uses the memory.
 void wait_for_fill(fp_flat_buffer &flat);
 
 // ---- fp_buffer_views.cpp ----
@@ -144,24 +144,26 @@ bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);
 // Whether a and b, equally long and of one dtype, have the same bits: NaNs count as equal.
 bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 
-// show_version: tell autograd that the views are up to date with unsharded, which was changed in place; else it would make
-// another history for them. change_version: count one more change first, so that graphs which need the old values are refused.
+// Tell autograd that the views are up to date with unsharded, which was changed in place; without it autograd would make
+// another history for them.
 void show_version(fp_flat_buffer &flat, PyObject *const *views);
+// The same after one more counted change: autograd refuses graphs that need the old values.
 void change_version(fp_flat_buffer &flat, PyObject *const *views);
 
 // ---- fp_offload.cpp ----
 
-// If the accumulated gradient lies in host memory, move it to accumulator, which is empty, on the device. The current
+// If the accumulated gradient lies in host memory, make accumulator, which is undefined, a copy of it on the device. The current
 // stream waits for the copy.
 void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
-// Drop the copy that reload() would use. The current stream waits for it, as it may use the memory next.
+// Drop the copy on the device that was started ahead for reload(). The current stream waits for it, as it may use the memory
+// next.
 void drop_reload(fp_flat_buffer &flat);
 
 // Tell the allocator that the current stream uses the accumulated gradient: see Home::share().
 void share_accumulated(fp_flat_buffer &flat);
 
-// With offloads, move accumulator to host memory; else do nothing.
+// With offloads, copy accumulator to host memory and undefine it; else do nothing.
 void offload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
 } // namespace fp

@@ -1,5 +1,5 @@
-/* tensor/fp_gradients.h -- .grad of parameters: show the reduced or the accumulated gradient there, and read back what users
- * have done to it. Plain C, under the rules of fp_torch.h. */
+/* tensor/fp_gradients.h -- .grad of parameters: show the reduced or the accumulated gradient there, and read the edits of users
+ * back. The runtime, LayerZero's handle and the drop-in use it. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_graph.h"
@@ -15,11 +15,11 @@ typedef struct {
     const int64_t *starts, *numels;
 } fp_param_pieces;
 
-/* Undefine the gradients of those params that do not require grad. */
+/* Drop the gradients of those params that do not require grad: they become undefined. */
 int fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
 /* tensor.grad = grad, without torch's checks of shape, dtype and device; NULL or None: no gradient. */
 int fp_gradients_set(PyObject *tensor, PyObject *grad);
-/* The first parameter whose gradient's storage a user has freed or resized; of->n: there is none. */
+/* The index of the first parameter whose gradient's storage a user has freed or resized; of->n: there is none. */
 Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
 /* params[i].grad += its piece of grad, where which[i]; the piece has the shape of params[i]. grad is the gradient of the shard,
  * and its memory may be changed. If all these .grad are pieces of one tensor, grad is added to that in one pass; else they
@@ -27,16 +27,17 @@ Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
  * name: of the unit, in errors. As autograd does, hooks of register_hook() are called with the piece before, and hooks of
  * register_post_accumulate_grad_hook() after; NULL: no hook is called. An exception may leave some .grad set. */
 int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, const char *name);
-/* Put params[i].grad together to a gradient of the shard, with zeros where there is none. A new reference: to the tensor in
- * which all of them lie as pieces, or else to a new one. None: no parameter has a gradient. has[i] = 1: parameter i has one. */
+/* The gradient of the shard, made of all params[i].grad, with zeros where a parameter has none. A new reference: the tensor in
+ * which all of them lie as pieces, or else a new tensor. None: no parameter has a gradient. has[i] = 1 if parameter i has
+ * one. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
 /* Set the piece of parameter i in grad, a gradient of the shard, to 0. */
 int fp_gradients_clear_piece(const fp_param_pieces *of, Py_ssize_t i, PyObject *grad);
 /* params[i].grad = a view of accumulated, where which[i]. own < 0: accumulated is the unsharded gradient, and the view is the
  * parameter's place in it. own >= 0: this rank's shard begins at element own of accumulated, and the view is the 1-D piece. */
 int fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, PyObject *accumulated, int64_t own);
-/* What users do to .grad between backwards, while it shows the gradient accumulated in no_sync. One rule for the runtime,
- * LayerZero's handle and the drop-in:
+/* The effect of users' edits of .grad between backwards, while it shows the gradient that was accumulated in no_sync. The rule
+ * is the same for the runtime, LayerZero's handle and the drop-in:
  *
  *   .grad               nothing is put aside           a reduced gradient of a backward before is put aside
  *   left as it is       the accumulated one counts     both count
@@ -89,25 +90,26 @@ Py_ssize_t fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *a
  * its piece has elements: the other ranks that hold a part of it clear theirs by it. */
 Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated, fp_put_aside aside,
                                      int64_t first, int64_t own, const char *name, char *cleared);
-/* Set to 0 the elements of parameter i in accumulated, which begins at element first of the unsharded gradient. */
+/* Set the elements of parameter i in accumulated to 0. accumulated begins at element first of the unsharded gradient. */
 int fp_gradients_clear_accumulated(const fp_geometry *geometry, Py_ssize_t i, PyObject *accumulated, int64_t first);
 
-/* The order-norm of all gradients of params, to the power of order (so that ranks can add theirs); for infinity the
- * maximum. A new 0-dim tensor on device, computed in fp64 or fp32. 0 if there is no gradient. */
+/* The norm of order `order` of all gradients of params, to the power of order, so that ranks can add theirs; for infinity the
+ * maximum. A new 0-dim tensor on device, in fp64 or fp32; 0 if there is no gradient. */
 PyObject *fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order, int in_fp64, PyObject *device);
 /* Scale the gradients of params by max_norm / (norm + 1e-6), where that is less than 1; norm = sum to the power of
  * root, which is 1 / order, or 1. Returns the norm in the widest real dtype of the gradients, a new reference. */
 PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double root, double max_norm);
 
-/* Whether a user has let view, a leaf without a node, require grad. If so, owner (NULL: none) requires grad from now on,
- * and view does not: its gradient would not be reduced. 0: no; 1: yes, and no graph has used it; 2: yes, and a
- * graph has used it; its gradient is dropped; -1. */
+/* Find out whether a user has let view, a leaf without a node, require grad. If so, owner (NULL: none) requires grad from now
+ * on and view does not, as the gradient of view would not be reduced. 0: it did not require grad; 1: it did, and no graph has
+ * used view; 2: it did, and a graph has used view; its gradient is dropped; -1. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
 
-/* The sum of the tensors' version counters, which each in-place change increases. numels, or NULL: leave out the tensors with
- * numels[i] <= 0. */
+/* The sum of the tensors' version counters, each of which grows with each in-place change. numels: leave out the tensors with
+ * numels[i] <= 0; NULL: take all. */
 int64_t fp_param_versions(PyObject *const *tensors, const int64_t *numels, Py_ssize_t n) FP_NOEXCEPT;
-/* The first parameter whose data are not its piece of shard, 1-D, in rows or in its own layout. -1: there is none. */
+/* The index of the first parameter whose data are not its piece of shard: 1-D, in rows or in the geometry's layout. -1: there
+ * is none. */
 Py_ssize_t fp_param_moved(const fp_param_pieces *of, PyObject *shard) FP_NOEXCEPT;
 int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_param_is_tensor(PyObject *object) FP_NOEXCEPT; /* 1: a torch.Tensor, or of a subclass */

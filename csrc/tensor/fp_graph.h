@@ -1,8 +1,9 @@
-/* tensor/fp_graph.h -- the hooks by which autograd calls a unit, and questions about the backward that runs. Plain C, under
- * the rules of fp_torch.h.
+/* tensor/fp_graph.h -- the hooks by which autograd calls a unit, and functions that describe the backward under way. Plain C,
+ * under the rules of fp_torch.h.
  *
- * Hooks run in threads of autograd, with the GIL taken. An exception of a callback ends the backward: backward() raises it.
- * A callback after the unit is gone raises RuntimeError; inputs_done and the callbacks of parameters are left out then. */
+ * Hooks run in threads of autograd, which take the GIL for the callback. An exception of a callback ends the backward:
+ * backward() raises it. If the unit is gone, its hooks raise RuntimeError; inputs_done and the callbacks of parameters are
+ * not called then. */
 #pragma once
 
 #include "tensor/fp_torch.h"
@@ -11,11 +12,11 @@ FP_BEGIN_C
 
 /* The gradients of one flat parameter's views, some perhaps undefined; valid during a callback. */
 typedef struct fp_gradients fp_gradients;
-/* The callbacks of a unit. Each returns 0, or -1 with an exception. flat: the number of the flat parameter.
+/* The callbacks of a unit. Each returns 0, or -1 with an exception. flat: the index of the flat parameter in the unit.
  *
- *   before_backward      the first gradient of an output is there; began: as given to fp_graph_hook. Also at the end of a graph
- *                        task (fp_graph_at_end), with began = 0
- *   gradients_ready      the node behind the views has all their gradients; at least one is defined
+ *   before_backward      autograd has the gradient of an output; began: the argument of fp_graph_hook. Also at the end of a
+ *                        graph task (fp_graph_at_end), with began = 0
+ *   gradients_ready      the node has the gradients of all views that the backward reaches; at least one is defined
  *   before_accumulation  autograd is about to add to .grad of a parameter a gradient that does not come from its view
  *   inputs_done          the backward has computed the gradients of the forward's inputs (fp_graph_hook_inputs)
  *   param_gradient       as before_accumulation, with the gradient of the i-th parameter alone. 1: the unit has taken it, and
@@ -32,28 +33,29 @@ typedef struct {
 typedef struct fp_unit_ref fp_unit_ref;
 /* unit: borrowed, passed to calls; name: for errors, copied; calls: copied. */
 fp_unit_ref *fp_unit_ref_new(void *unit, const char *name, const fp_unit_callbacks *calls);
-/* The last other reference to unit goes away: if a graph still waits for its backward, let the graph own one, a new one. */
+/* Called when the last reference to unit is dropped: if a graph has hooks that have not run yet, let the graph own a new
+ * reference. */
 void fp_unit_ref_keep(fp_unit_ref *ref, PyObject *unit);
-/* The unit is gone: its hooks call it no more. NULL is allowed. */
+/* The unit is gone: its hooks do not call it any more. NULL is allowed. */
 void fp_unit_ref_drop(fp_unit_ref *ref);
 
-/* A moment of this thread as a number: nodes that are recorded later have a higher sequence number, earlier ones a lower
+/* The present sequence number of this thread: nodes that are recorded later get a higher number, earlier ones have a lower
  * one. */
 uint64_t fp_graph_now(void) FP_NOEXCEPT;
 /* Call before_backward(unit, began) when a backward has the gradient of tensor, an output of the unit. 1: hooked; 0: tensor has
  * no history. */
 int fp_graph_hook(PyObject *tensor, fp_unit_ref *ref, uint64_t began);
-/* Call inputs_done(unit, when) once in each backward through tensors (a list, the inputs of a forward): when it has the
- * gradients of all that require grad and that it reaches. 1: hooked. 0: no hook can tell that, because none requires grad,
- * or one is a leaf or a view of a unit's parameter. */
+/* Call inputs_done(unit, when) once in each backward through tensors, a list of the inputs of a forward: when autograd has the
+ * gradients of all of them that require grad and that the backward reaches. 1: hooked. 0: no hook can tell this, because no
+ * input requires grad, or one is a leaf or a view of a unit's parameter. */
 int fp_graph_hook_inputs(PyObject *tensors, fp_unit_ref *ref, int64_t when);
 /* Call the unit before autograd adds to .grad of one of params, the parameters of flat parameter number index: takes = 0:
  * before_accumulation; 1: param_gradient. Call it again with the same takes now and then, as torch drops such hooks when
  * the user registers one; a parameter is hooked once. */
 int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_unit_ref *ref, int index, int takes);
 int fp_graph_has_hooks(PyObject *param); /* 1: a user has called register_hook() of it; 0; -1 */
-/* The number of the user's thread for which this code runs. For a hook it is the thread that has called backward(), whichever
- * thread runs the node, also inside of nested backwards. */
+/* The number of the user's thread for which this code runs. In a hook it is the thread that has called backward(), whichever
+ * thread runs the node, and in nested backwards, too. */
 uintptr_t fp_graph_caller(void) FP_NOEXCEPT;
 /* Let later backwards of this thread run for the same user's thread as this code. */
 int fp_graph_keep_caller(void);
@@ -61,16 +63,16 @@ int fp_graph_keep_caller(void);
 int fp_graph_task(void) FP_NOEXCEPT;
 /* Call before_backward(unit, 0) when the running graph task ends. */
 int fp_graph_at_end(fp_unit_ref *ref);
-/* Whether the graph task of the last fp_graph_at_end(ref) runs still, in whichever thread, and has not failed. */
+/* 1: the graph task of the last fp_graph_at_end(ref) still runs, in any thread, and has not failed; 0. */
 int fp_graph_is_running(const fp_unit_ref *ref) FP_NOEXCEPT;
 int fp_graph_grad_enabled(void) FP_NOEXCEPT; /* 1: autograd records here: neither no_grad nor inference mode is on */
-/* Whether the graph task that runs in this thread keeps its graph for a later one (retain_graph). */
+/* 1: the graph task that runs in this thread keeps its graph for a later one (retain_graph); 0. */
 int fp_graph_is_retained(void) FP_NOEXCEPT;
 
 /* Note the node that accumulates the gradient of tensor, if a graph has one. autograd makes another node when the dtype or
  * device of tensor changes, and older graphs keep the older node.
  * known: the result of the last call for this tensor, or None. Returns known, or a new capsule for None; NULL with an exception
- * if known is another object, or tensor is none. The capsule keeps no node alive. */
+ * if known is another object, or tensor is no tensor. The capsule keeps no node alive. */
 PyObject *fp_graph_note_accumulator(PyObject *known, PyObject *tensor);
 /* A new list of the noted nodes that live, in the order in which they were noted; empty for None. NULL with an exception if
  * known is another object. */

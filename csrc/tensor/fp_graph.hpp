@@ -9,11 +9,11 @@
 
 namespace fp {
 
-// Shared by the hooks on the outputs of a unit; it lives as long as a graph with one of them. May be destroyed by any thread.
+// Shared by the hooks on the outputs of a unit; it lives as long as a graph that has one of them. Any thread may destroy it.
 struct Graph {
     std::atomic<int> waiting{0}; // hooks that have not run yet
-    PyObject *unit =
-        nullptr; // owned once nothing else refers to the unit (fp_unit_ref_keep), so that they can run; or null
+    // Owned if nothing else refers to the unit (fp_unit_ref_keep), so that the hooks can still call it; else null.
+    PyObject *unit = nullptr;
 
     Graph() = default;
     Graph(const Graph &) = delete;
@@ -30,10 +30,10 @@ struct Graph {
 // A weak reference to a unit.
 struct UnitRef {
     void *unit = nullptr; // null once the unit is gone; read and changed with the GIL held
-    std::string name;
+    std::string name;     // the unit's name for errors
     fp_unit_callbacks calls{};
-    std::weak_ptr<const torch::autograd::GraphTask> task; // of the last fp_graph_at_end()
-    std::weak_ptr<Graph> graph;
+    std::weak_ptr<const torch::autograd::GraphTask> task; // the graph task of the last fp_graph_at_end()
+    std::weak_ptr<Graph> graph;                           // of the last hooks on outputs
 };
 
 // Throw NotImplementedError: compiled autograd would have to trace hooks and collectives of a unit.
@@ -46,9 +46,9 @@ struct UnitRef {
 // gradients of the parameters in graph tasks for which the engine does not make this node wait.
 struct ViewsBackward final : torch::autograd::Node {
     const std::shared_ptr<const Geometry> geometry;
-    const at::TensorOptions options;     // of the gradient that is packed
-    const std::shared_ptr<UnitRef> unit; // or null: the flat tensor gets the gradient
-    const int index = 0;                 // of the flat parameter in unit
+    const at::TensorOptions options;     // of the packed gradient
+    const std::shared_ptr<UnitRef> unit; // null: the flat tensor gets the gradient
+    const int index = 0;                 // the index of the flat parameter in unit
 
     ViewsBackward(std::shared_ptr<const Geometry> places, const at::Tensor &flat);
     ViewsBackward(std::shared_ptr<const Geometry> places, std::shared_ptr<UnitRef> told, int flat);

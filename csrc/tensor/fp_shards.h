@@ -1,5 +1,5 @@
-/* tensor/fp_shards.h -- show this rank's pieces as the parameters' data, so that an operation which needs a whole parameter
- * raises an error that names the shard. Plain C, under the rules of fp_torch.h. */
+/* tensor/fp_shards.h -- let parameters show their pieces of this rank's shard between passes. An operation that needs a whole
+ * parameter then raises an error that names the shard. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_gradients.h"

@@ -1,5 +1,6 @@
 // tensor/fp_streams.hpp -- the streams of a device for gathers and copies, the order between them and the current stream, and
-// copies to and from the host. The host waits in wait_until() alone.
+// copies to and from the host. The host waits in wait_until() alone; everywhere else a stream waits. On a device without
+// streams all of it happens at once. The GIL may be held or not.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,16 +12,17 @@
 
 namespace fp {
 
-// Whether work of a device is queued on streams.
+// Whether work of the device is queued on streams: true for an accelerator, false for a CPU.
 bool has_streams(const c10::Device &device);
 
-// A tensor on the device of options that is copied to and from device other. On the host it is pinned if other has streams.
+// An empty tensor on the device of options, to be copied to and from device other. On the host it is pinned if other has
+// streams.
 at::Tensor empty_beside(const c10::Device &other, at::IntArrayRef sizes, const at::TensorOptions &options);
 
-// A device has one stream for each purpose, which all models share. Gathers and copies so do not wait for each other.
+// A device has one stream for each purpose, which all models share. So gathers and copies do not wait for each other.
 enum class Purpose { gather, copy };
 
-// The start of work on such a stream: after all work that the current stream has, or at once.
+// When work on such a stream starts: after all work that the current stream has now, or at once.
 enum class After { current, nothing };
 
 // While one lives, the stream for purpose is device's current one in this thread. Memory that is allocated meanwhile belongs to
@@ -52,11 +54,12 @@ is_captured(const c10::Device &device) noexcept
     return capture_of(device) != 0;
 }
 
-// A point in the work of a stream. It is void in another capture than the one in which it was made, or outside of that: CUDA
-// refuses to wait for it. Nothing is lost by that: captured work has not run, and torch waits for the device before a capture.
+// A point in the work of a stream. It is void outside of the capture in which it was made, or inside of one if it was made
+// outside: CUDA refuses to wait for it. No wait is lost: captured work has not run, and torch waits for the device before a
+// capture.
 struct Mark {
     c10::Event event;
-    uint64_t capture; // capture_of() when it was made
+    uint64_t capture; // capture_of() when the mark was made
 
     bool is_void() const noexcept
     {
@@ -67,44 +70,44 @@ struct Mark {
 // target = source on the stream for copies, after the work of the current stream. Returns the mark after the copy.
 Mark copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
-// The same to host memory. The memory of source is kept until the next copy_out() on this device, or wait_copies().
+// The same to host memory. The memory of source is kept until the next copy_out() or wait_copies() on this device.
 Mark copy_out(const at::Tensor &target, at::Tensor &&source);
 
 // Free the source of the last copy_out(). The current stream, which may use its memory next, waits for the copy.
 void wait_copies(const c10::Device &device);
 
-// Let the current stream of device wait for mark, if there is one that is not void, and reset mark.
+// Let the current stream of device wait for mark, unless there is none or it is void, and reset mark.
 void block_on(std::optional<Mark> &mark, const c10::Device &device);
 
-// A mark after the present work of the current stream.
+// A mark after all work that the current stream has now.
 Mark recorded_now(const c10::Device &device);
 
-// Whether the device has reached event. It disturbs no capture of another thread.
+// Whether the device has reached event. It does not spoil the capture of another thread.
 bool has_come(const c10::Event &event);
 
 // Let the host wait for mark, without the GIL, and reset mark. RuntimeError for a mark of the present capture: it has not run.
 void wait_until(std::optional<Mark> &mark);
 
-// The stream to which memory belongs, and the capture. torch's allocator gives freed memory back to the stream that was current
-// when it was allocated, without a wait for other streams.
+// The stream to which memory belongs, and the capture in which it was filled. When memory is freed, torch's allocator gives it
+// back to the stream that was current when it was allocated, and does not wait for other streams that still use it.
 class Home {
   public:
-    // Memory was allocated now (is_new), or is filled again.
+    // Call it when memory was allocated (is_new), or is filled again: note the current stream, and the capture.
     void move_in(const c10::Device &device, bool is_new = true);
 
-    // The memory is about to be freed: let its stream wait for the work of the current one.
+    // Call it before the memory is freed: its stream waits for the work of the current stream.
     void move_out();
 
-    // The current stream uses the memory of tensor, which may be freed without move_out(): tell torch's allocator if the memory
-    // belongs to another stream.
+    // Call it when the current stream uses the memory of tensor, which may be freed without move_out(): tells torch's allocator
+    // if the memory belongs to another stream.
     void share(const at::Tensor &tensor) const;
 
-    // Whether there is memory, filled in another capture than the present one: its values are not there. See Mark.
+    // Whether the memory was filled in another capture than the present one, so that it has no values. See Mark.
     bool is_void() const noexcept;
 
   private:
-    std::optional<c10::Stream> stream_;
-    uint64_t capture_ = 0;
+    std::optional<c10::Stream> stream_; // none: there is no memory, or the device has no streams
+    uint64_t capture_ = 0;              // capture_of() when it was filled
 };
 
 } // namespace fp

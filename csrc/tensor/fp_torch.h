@@ -1,13 +1,13 @@
 /* tensor/fp_torch.h -- the calls of libtorch that C code may make. Plain C: no type of torch is named here.
  *
- * The rules of this header and of all that include it:
+ * The rules of this header and of all headers that include it:
  *   - A call takes arrays: one call for a unit, never one for a parameter.
  *   - The caller holds the GIL. A call may release it where it waits or works on much memory, and takes it again.
  *   - PyObject arguments are borrowed during the call. Results are new references.
  *   - Sizes are in ELEMENTS unless a name ends in _bytes.
  *   - Failure: -1 or NULL with a Python exception. TypeError: an argument is not a plain tensor. ValueError: it does not fit.
- *     RuntimeError: torch's own. A call checks its arguments before it changes anything; where a later failure leaves
- *     something behind, the function says so. No C++ exception passes a C header. */
+ *     RuntimeError: torch's own. A call checks its arguments before it changes anything; if a later failure leaves changes,
+ *     the function's comment says so. No C++ exception leaves a function of a C header. */
 #pragma once
 
 #include <Python.h>
@@ -34,8 +34,8 @@ typedef struct fp_geometry fp_geometry;
 typedef struct {
     int64_t offset;       /* first element, counted in the flat tensor */
     Py_ssize_t ndim;      /* length of shape and stride */
-    const int64_t *shape; /* borrowed, copied by fp_torch_geometry_new */
-    /* borrowed, copied too; NULL: contiguous. Else a dense layout: its numel elements fill [offset, offset + numel) */
+    const int64_t *shape; /* borrowed; fp_torch_geometry_new copies it */
+    /* Borrowed and copied, too. NULL: contiguous. Else a dense layout: the elements fill [offset, offset + numel). */
     const int64_t *stride;
 } fp_view;
 
@@ -44,8 +44,8 @@ typedef struct {
 fp_geometry *fp_torch_geometry_new(const fp_view *views, Py_ssize_t n, int64_t total);
 void fp_torch_geometry_free(fp_geometry *geometry); /* NULL is allowed */
 
-/* The next four cannot fail. Plain: an exact torch.Tensor or Parameter (no subclass), strided, with a storage, not meta, no
- * wrapper, no inference tensor. C may then read and set it as torch would, unless a mode wants to see the operation. */
+/* 1: object is a plain tensor: an exact torch.Tensor or Parameter (no subclass), strided, with a storage, not meta, no wrapper,
+ * no inference tensor. C may read and set it as torch would, unless a mode wants to see the operation. 0. */
 int fp_torch_is_plain(PyObject *object) FP_NOEXCEPT;
 /* 1: a __torch_function__, __torch_dispatch__ or functorch mode, or forward AD, is on in this thread. */
 int fp_torch_modes_active(void) FP_NOEXCEPT;
@@ -65,7 +65,7 @@ int fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n) FP_NOEXCEPT;
 int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject *const *spare, const char *idle,
                         PyObject **out);
 
-/* tensors[i].data = its place in flat, unless it is there already. This and the setters below check all tensors before they
+/* tensors[i].data = its view of flat, unless it lies there already. This and the setters below check all tensors before they
  * change the first. */
 int fp_torch_alias(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat);
 
@@ -80,11 +80,11 @@ int fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObj
 /* flat.data = the first numel elements of source, a contiguous 1-D tensor; numel < 0: all of it. */
 int fp_torch_alias_flat(PyObject *flat, PyObject *source, int64_t numel);
 
-/* tensor.data = source: shape, strides and memory. */
+/* tensor.data = source: tensor gets source's shape, strides and memory. */
 int fp_torch_alias_like(PyObject *tensor, PyObject *source);
 
-/* Set needed[i] to 1 where params[i] needs a writeback; elsewhere to 0. An entry that is 1 already is skipped. owner: the flat
- * parameter; grad: its gradient, NULL: none. params[i] needs one if
+/* Set needed[i] to 1 if params[i] needs a writeback, else to 0. An entry that is 1 already is skipped. owner: the flat
+ * parameter; grad: its gradient, NULL: none. params[i] needs a writeback if
  *   - its storage is not owner's, or its gradient's storage is not grad's (compared by identity, then by address); or
  *   - owner (or grad) is whole, and params[i] (or its gradient) does not lie there as geometry says; or
  *   - params[i] has a gradient and grad is NULL, or the reverse.
@@ -92,8 +92,8 @@ int fp_torch_alias_like(PyObject *tensor, PyObject *source);
  * another. */
 int fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner, PyObject *grad, char *needed);
 
-/* params[i].grad = its view of grad, the unsharded flat gradient. Where shape, dtype or device differ from the parameter's,
- * torch refuses that assignment. Then the data of the present gradient is set, or a gradient is made, as FSDP does. */
+/* params[i].grad = its view of grad, the unsharded flat gradient. If shape, dtype or device differ from the parameter's, torch
+ * refuses this assignment. Then the data of the present gradient is set, or a gradient is made, as FSDP does. */
 int fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyObject *grad);
 
 /* params[i].grad = its piece of grad, the sharded flat gradient: numels[i] elements from starts[i] on. The piece is 1-D, or has
@@ -109,32 +109,32 @@ int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, 
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
 
 /* A reduced gradient of a shard before its last division: the gradient is tensor / divisor, rounded to tensor's dtype and then
- * to dtype, at::ScalarType as a number (< 0: tensor's). Division is left to the call that writes .grad: one pass, not two. */
+ * to dtype. The call that writes .grad also divides: one pass over memory, not two. */
 typedef struct {
-    PyObject *tensor; /* an input: borrowed; a result: a new reference */
-    double divisor;
-    int dtype;
+    PyObject *tensor; /* 1-D. As an argument it is borrowed, as a result a new reference */
+    double divisor;   /* 1.0: no division */
+    int dtype;        /* at::ScalarType as a number; < 0: tensor's dtype */
 } fp_reduced;
 
 /* target = source, or target += source if accumulate, converted to target's dtype. Both are 1-D, contiguous, equally long and
  * in separate memory; else ValueError, with nothing done. On the CPU it is one pass over memory. */
 int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
 
-/* Use these kernels for torch's PrivateUse1 device; NULL: none. For tests: it takes no lock, and CUDA's are not used then. */
+/* For tests: use these kernels, for torch's PrivateUse1 device, in place of CUDA's; NULL: use none. It takes no lock. */
 void fp_torch_use_kernels(const fp_kernels *kernels);
 
 int fp_torch_is_leaf(PyObject *object) FP_NOEXCEPT; /* tensor.is_leaf; 1 for an object that is no tensor */
 
 /* Give the freed storage of tensor memory for numel elements, in place: its views are valid again. The values are undefined.
- * 1: done; 0: it has just that much memory; 2, with nothing done: it has another amount, or tensor is not plain; -1. */
+ * 1: done; 0: it has just that much memory already; 2, with nothing done: it has another amount, or tensor is not plain; -1. */
 int fp_torch_allocate(PyObject *tensor, int64_t numel);
 /* Free the storage of tensor in place. 1: done; 0, with nothing done: tensor is not plain, or does not begin its storage; -1.
  * A storage that cannot be resized: if it was freed here before, its memory is lent (fp_torch_lend). Then tensor moves to a
  * freed storage, and the borrower keeps the old one. Otherwise -1, and the storage is left as it was.
  * reason (UTF-8, copied): the message of the RuntimeError that an access to the data raises until the storage is allocated
  * again; NULL: an access goes to a null pointer.
- * keeps_size, with a reason only: the storage loses its memory and still tells its size. Views of it can then be made, and an
- * access to one raises reason; without the size torch would say that the view is out of bounds. */
+ * keeps_size, with a reason only: the storage loses its memory and still tells its size. Then views of it can be made, and an
+ * access to one raises reason; without the size torch would raise that the view is out of bounds. */
 int fp_torch_free(PyObject *tensor, const char *reason, int keeps_size);
 int64_t fp_torch_numel(PyObject *tensor); /* its elements; -1: error */
 /* 1: a plain tensor's storage has less memory than its elements need; 0, also for any other object; -1. */
@@ -145,12 +145,13 @@ int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 /* *out = fp_digest() (core/fp_digest.h) of the memory of a plain, dense tensor on the host. */
 int fp_torch_digest(PyObject *tensor, uint64_t *out);
 
-/* Lend the memory of tensor: code outside (NumPy, DLPack) has taken its address and a reference to it. If flatparam frees and
- * fills the storage, it leaves this memory to the borrower from now on, and takes other memory for itself.
- * 1: lent; 0: flatparam does not free this storage, or the object is no tensor; -1. */
+/* Note that code outside (NumPy, DLPack) has borrowed the memory of tensor: it has the address and a reference. If flatparam
+ * frees and fills the storage, it leaves this memory to the borrower from now on, and takes other memory for itself.
+ * 1: noted; 0: flatparam does not free this storage, or the object is no tensor; -1. */
 int fp_torch_lend(PyObject *tensor);
-/* A capsule for torch.Tensor.__dlpack_c_exchange_api__ that lends each tensor which is exported through it, else like capsule.
- * capsule itself if its version is not the one that this file knows, or if it lends already. */
+/* A new capsule for torch.Tensor.__dlpack_c_exchange_api__. It calls fp_torch_lend() for each tensor that is exported through it,
+ * and otherwise does what capsule does. Returns capsule itself if fp_borrowed.cpp does not know its version, or if it does
+ * this already. */
 PyObject *fp_torch_lending_exchange(PyObject *capsule);
 
 FP_END_C
