@@ -31,9 +31,9 @@ _WITH_THEM = ("checkpoint", "fsdp", "traced")  # which need no import
 
 
 def __getattr__(name: str) -> Any:
-    """Import what the package gives with the first of its names that is asked for.
+    """Import the whole package at the first use of one of its names.
 
-    It takes half as long as torch itself, most of it in torch.distributed.fsdp, which some programs do without.
+    The import takes half as long as that of torch, most of it in torch.distributed.fsdp. Some programs never need it.
     """
     if name in __all__:
         api = import_module("._api", __name__)

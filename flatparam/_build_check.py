@@ -52,9 +52,9 @@ def torch_problem(version: str | None) -> str | None:
 
 
 def torch_requirement(version: str | None) -> str:
-    """Return what a distribution needs: the minor release that it was built with, for its extension loads in no other.
+    """Return the requirement of a distribution: the minor release that it was built with, as its extension needs it.
 
-    ``None``: sources, which can be built with any that works.
+    ``version``: of torch; None: a distribution of sources, which can be built with each torch that works.
     """
     if version is None:
         return f"torch>={'.'.join(map(str, MIN_TORCH))},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}"

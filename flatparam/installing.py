@@ -16,8 +16,8 @@ def install(runtime: bool = False) -> None:
         runtime: False: torch's class stays, with ``flatparam.FlatParamHandle`` under it. True: torch's names of the
             class mean ``flatparam.FullyShardedDataParallel``, in modules that have imported it already too; a name kept
             in a class, a list or a default of a function is not found. A warning names each imported trainer
-            (accelerate, transformers, lightning, peft, trl) of another version than was tested, and
-            what one of those that were loses.
+            (accelerate, transformers, lightning, peft, trl) whose version was not tested, and the features that a
+            tested one loses.
     Raises: RuntimeError without ``runtime``, when torch's handle has a name that flatparam's lacks, does something else
         on a tiny module, or was changed: nothing is installed.
     """

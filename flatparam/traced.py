@@ -1,9 +1,9 @@
-"""A sharded model that torch.compile traces as one graph: its collectives are in the graph, with all that it computes.
+"""A sharded model that torch.compile traces as one graph: the graph has the collectives and the computation.
 
 A unit's flat parameter is gathered by a functional collective in the unit's forward and cut into views; autograd
-reduces its gradient. Compiled, what is gathered is not kept for the backward but gathered again there, as FULL_SHARD
-does, and the compiler may order communication and computation. The runtime (``FullyShardedDataParallel``) is for
-everything else: it costs less where nothing is compiled, which this keeps what it has gathered until the backward.
+reduces its gradient. In a compiled model the gathered data are freed after the forward and gathered again in backward,
+as with FULL_SHARD, and the compiler may order communication and computation. Without the compiler they stay until the
+backward: then the runtime (``FullyShardedDataParallel``) needs less memory and time.
 
 Source: SimpleFSDP (arXiv 2411.00284), which gathers each parameter by itself.
 """
@@ -235,7 +235,7 @@ _gathered_again = functools.partial(create_selective_checkpoint_contexts, _alway
 def full_state_dict(model: "TracedUnit") -> dict[str, Tensor]:
     """The state dict that the module had before ``shard()``: whole parameters, and buffers. All ranks call it.
 
-    Names are the module's own; parameters are in their own precision, and clones. ``model``: what ``shard()`` gave.
+    Names are those of the unwrapped module; values are clones in the parameters' dtypes. ``model``: from ``shard()``.
     """
     found: dict[str, Tensor] = {}
     for unit in _units(model):
@@ -247,9 +247,9 @@ def full_state_dict(model: "TracedUnit") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: "TracedUnit", state: Mapping[str, Tensor]) -> None:
-    """Load such a state dict, each rank its part of it; nothing is communicated.
+    """Load a state dict of ``full_state_dict``: each rank loads its part, and nothing is communicated.
 
-    Raises: KeyError naming what is missing or not expected, ValueError what has another shape, with nothing loaded.
+    Raises: KeyError naming missing and unexpected names, ValueError naming another shape; then nothing is loaded.
     """
     wanted: dict[str, torch.Size] = {}
     for unit in _units(model):

@@ -82,7 +82,7 @@ def parser() -> Parser:
     _add_question(made)
     _add_machine(made)
     _add_tries(made)
-    add = made.add_argument_group("what is written").add_argument
+    add = made.add_argument_group("output").add_argument
     add("--all", action="store_true", help="print all that fit, not the best of each strategy")
     add("--json", type=Path, metavar="FILE", help="write all that was tried")
     add("--picture", type=Path, metavar="FILE", help="draw all that was tried as a PNG (needs matplotlib)")
@@ -90,11 +90,11 @@ def parser() -> Parser:
 
 
 def _add_question(made: Parser) -> None:
-    add = made.add_argument_group("what is asked").add_argument
+    add = made.add_argument_group("model and machine").add_argument
     size = quantity({"B": 1}, "80GB")
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=positive, metavar="N", required=True, help="ranks")
-    add("--gpu-memory", type=size, metavar="SIZE", required=True, help="what a rank may take, say 80GB or 74GiB")
+    add("--gpu-memory", type=size, metavar="SIZE", required=True, help="memory that a rank may use, say 80GB or 74GiB")
     add(
         "--tokens",
         type=positive,
@@ -130,7 +130,7 @@ def _add_machine(made: Parser) -> None:
 
 
 def _add_tries(made: Parser) -> None:
-    add = made.add_argument_group("what is tried").add_argument
+    add = made.add_argument_group("plans to try").add_argument
     add("--strategies", type=strategies, metavar="NAME,...", help="try these strategies only")
     add("--inner", type=counts, metavar="N,...", help="try inner groups of these sizes only (hybrids)")
     add("--wrap", metavar="CLASS,...", help="try units of these classes only, not of each repeated class")

@@ -1,6 +1,6 @@
-"""Plan which parts of which boxes in files a rank reads, and check that the boxes of a tensor cover it once.
+"""Plan the reads of a rank: parts of boxes in files. Check that the boxes of a tensor cover each element once.
 
-Arithmetic only: no file is opened here. Boxes are in the tensor's own dimensions; elements in a box are row-major.
+Arithmetic only: no file is opened here. A box has the tensor's dimensions; elements in a box are row-major.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def is_converted(
         why = f"it was saved of {before}"
     if why is not None and convert is None:
         raise CheckpointError(
-            f"the optimizer of group {group.number}, of `{names[0]}` and more, is {here}, and what was saved is of "
+            f"the optimizer of group {group.number}, of `{names[0]}` and more, is {here}, and the saved state is of "
             f"another class: {why}. Expected the same class: {_WAY_OUT}"
         )
     if convert is None or before == here:

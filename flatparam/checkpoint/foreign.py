@@ -340,7 +340,7 @@ class Pickled(Foreign):
             return torch.load(content, map_location="cpu", weights_only=True)
         except Exception as error:  # the bytes decide its class
             raise CheckpointError(
-                f"{path}: what torch.save has written at byte {place.begin} cannot be read: "
+                f"{path}: the value that torch.save has written at byte {place.begin} cannot be read: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
 

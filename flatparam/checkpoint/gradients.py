@@ -1,6 +1,6 @@
 """Save and load the accumulated gradients of ``no_sync``: sums of micro-batches that are not reduced yet.
 
-Each rank has its own sum, of other data. So each rank saves its sum, and only the same number of ranks with the same
+Each rank has a sum over other data. So each rank saves its sum, and only the same number of ranks with the same
 layout can load it. ``.grad`` may show the accumulated gradient while a deferred reduced gradient lies beside it: a save
 takes both.
 """

@@ -115,7 +115,7 @@ class ModelPlan:
                     )
 
     def commit(self) -> None:
-        """Write what modules have computed, and tell units and handles of all that was written."""
+        """Write the values that modules have computed, and tell units and handles of all written parameters."""
         taken, self.taken = self.taken, None  # from here on nothing is undone
         for held, whole in taken.values.items() if taken is not None else ():
             held.flat.copy_(held.slice_of(whole))
@@ -126,7 +126,7 @@ class ModelPlan:
         note_filled(self.module, {name for one in self.names for name in one.names}, bare_names(self.module))
 
     def undo(self) -> None:
-        """Restore what the modules' own load has changed, unless ``commit`` has begun."""
+        """Restore the values that the load of the modules has changed, unless ``commit`` has begun."""
         if self.taken is not None:
             self.taken.before.restore()
 

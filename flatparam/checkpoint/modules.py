@@ -240,7 +240,7 @@ def _state_of(
     about: Mapping[str, Any],
     stand_ins: StandIns,
 ) -> Any:
-    """Return the state dict that ``module`` loads: buffers and what modules wrote have values, the rest stand-ins."""
+    """Return the state dict that ``module`` loads: values for buffers and modules' entries, stand-ins for the rest."""
     of_modules = about.get("given", [])
     buffers = {name: one for one in held if one.is_buffer for name in one.names}
     state: Any = OrderedDict(values)

@@ -1,4 +1,4 @@
-"""Plan a save on this rank: the boxes that it writes, and the values that it tells the first rank for the index.
+"""Plan a save on this rank: the boxes that it writes, and the values that it sends to the first rank for the index.
 
 The plan follows from the layout. No collective call, and nothing is written. `saving.py` carries it out; until then the
 tensors in the plan are views of the model's memory, so a save in the background copies them first.
@@ -40,7 +40,7 @@ ALIKE = {
         "and no unit manages it: add it up over the ranks, or save after the optimizer's step and zero_grad()",
     ),
     "value": ("the optimizer's", "and no unit manages that parameter: a number must be the same on all ranks"),
-    "group": ("what is set for the optimizer's group", "and a checkpoint has it once: give each rank's in `extra`"),
+    "group": ("an option of the optimizer's group", "and a checkpoint has it once: give each rank's in `extra`"),
 }
 
 
@@ -200,8 +200,8 @@ def check_idle(module: nn.Module, what: str) -> None:
             inner._check_idle_here(what)
         if isinstance(inner, TorchsFSDP):
             raise CheckpointError(
-                f"{what}: `{path or type(inner).__name__}` is wrapped by torch's FullyShardedDataParallel, which knows "
-                "what its ranks hold: use torch.distributed.checkpoint, or wrap with flatparam's"
+                f"{what}: `{path or type(inner).__name__}` is wrapped by torch's FullyShardedDataParallel, whose "
+                "shards flatparam does not know: use torch.distributed.checkpoint, or wrap with flatparam's"
             )
 
 
@@ -256,7 +256,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
 
 
 def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
-    """Return what rank 0 compares of a value that may describe this rank's piece only.
+    """Return the form that rank 0 compares of a value, which may describe this rank's piece only.
 
     ``[layout of the piece, digest, encoded value, whether it has tensors, whether one has dimensions, whether the
     stepped tensor holds several parameters]``. Its tensors go into ``values`` once for a flat parameter: the encoded

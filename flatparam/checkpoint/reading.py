@@ -100,7 +100,7 @@ class Source:
 
 
 class OfRank(dict[str, Tensor]):
-    """The tensors in one rank's own file, by name. Each lookup reads the tensor again."""
+    """A mapping from names to the tensors in the file of one rank. Each lookup reads the tensor again."""
 
     def __init__(self, source: Source, rank: int):
         super().__init__()

@@ -54,7 +54,7 @@ _unheard: dict[Pending, BaseException] = {}  # failed saves without a wait() so 
 
 
 class Pending:
-    """A save that goes on in a thread of its own. The values are copied already: training may change the model."""
+    """A save that goes on in another thread. The values are copied already: training may change the model."""
 
     def __init__(self, saving: _Saving):
         self._saving = saving

@@ -138,7 +138,7 @@ class StandIns(TorchFunctionMode):
     def note(self, held: LocalParam, source: Any) -> None:
         """Record that ``source`` is copied into ``held``. Raises: CheckpointError if it is no value of the file."""
         if not isinstance(source, Tensor) or self.held_of(source) is not None:
-            raise CheckpointError(f"`{held.name}` is loaded from what is in no file: {type(source).__name__}")
+            raise CheckpointError(f"`{held.name}` is loaded from a value that is in no file: {type(source).__name__}")
         if tuple(source.shape) != held.shape:
             raise CheckpointError(f"`{held.name}` has shape {held.shape}, and is loaded from {tuple(source.shape)}")
         self.copied.setdefault(held, []).append(source)

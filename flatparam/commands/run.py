@@ -83,7 +83,7 @@ def launcher_in(command: list[str], as_module: bool) -> tuple[str, str] | None:
 
 
 def run_module(command: list[str]) -> int:
-    """Do what ``python -m MODULE args`` does, by Python's own function: it ends the process if there is none."""
+    """Run a module as ``python -m MODULE args`` does, by runpy. Without such a module the process ends."""
     sys.argv = ["-m", *command[1:]]
     new_main()
     as_main(vars(runpy)["_run_module_as_main"], command[0])
@@ -91,7 +91,7 @@ def run_module(command: list[str]) -> int:
 
 
 def run_script(command: list[str]) -> int:
-    """Do what ``python SCRIPT args`` does. A script may be a folder or an archive with a ``__main__.py``."""
+    """Run a script as ``python SCRIPT args`` does. It may be a folder or an archive with a ``__main__.py``."""
     path = command[0]
     sys.argv = command
     if pkgutil.get_importer(path) is not None:
@@ -182,7 +182,7 @@ def install_in_spawned_children() -> None:
 
 
 def become_child(namespace: dict[str, Any]) -> None:
-    """In a spawned process: install flatparam, import the script, and let ``namespace`` hold what it defines.
+    """In a spawned process: install flatparam, import the script, and put its names into ``namespace``.
 
     Like multiprocessing itself, this does not import a ``__main__.py``, which would run the whole program again.
     """

@@ -94,20 +94,20 @@ class Lifetime:
             _settle()
 
     def renew(self) -> None:
-        """Replace again what another library has replaced, if it is to be outermost."""
+        """Replace functions again that another library has replaced, if ours must be the outermost one."""
         self.reached = None
         _settle()
 
     def replace(
         self, *targets: str, test: str, owner: type | None = None, everywhere: bool = False, outermost: bool = False
     ) -> Callable[[F], F]:
-        """Declare that ``targets`` become what the decorated function returns for the original.
+        """Declare that ``targets`` are replaced: the decorated function returns the replacement for an original.
 
-        Modules that are not imported are changed after their import. A torch without a name is left as it is.
+        Modules that are not imported are changed after their import. A name that this torch lacks is left out.
 
         Args: ``targets``: ``"module:name"`` or ``"module:class.name"``, all of one function; ``owner``: the class, if
-        ``install(runtime=True)`` lets its name mean ours; ``everywhere``: under each name by which the function was
-        imported; ``outermost``: ``renew()`` puts another one around another library's.
+        ``install(runtime=True)`` lets its name mean ours; ``everywhere``: replace each name under which a module has
+        imported the function; ``outermost``: ``renew()`` puts a further replacement around another library's.
         """
         return self._declare(
             targets, test, lambda make: _Replacement(targets, make, owner, everywhere=everywhere, outermost=outermost)
@@ -349,7 +349,7 @@ _is_busy = False  # whether the thread that has the lock is in the loop of _sett
 
 
 def _settle(wait: bool = True) -> None:
-    """Make and undo what has to be. ``wait``: for another thread that does so. It looks again before it leaves."""
+    """Make and undo the changes that are due. ``wait``: for another thread in here, which looks again at its end."""
     global _is_busy
     while any(lifetime.reached is not lifetime.is_in_force for lifetime in _lifetimes):
         if not _lock.acquire(blocking=wait):
@@ -375,7 +375,7 @@ def _look_again() -> None:
 
 
 class _TryAgain:
-    """Garbage: the next collection undoes what could not be undone now."""
+    """Garbage: when it is collected, the changes that could not be undone before are undone."""
 
     def __init__(self) -> None:
         self.cycle = self
@@ -390,7 +390,7 @@ class _TryAgain:
 
 
 class _Imports(MetaPathFinder):
-    """The finder of modules that are to be changed, while there are some. It asks the finders behind it."""
+    """The finder of modules that must be changed after their import, while there are any. It asks the next finders."""
 
     def __init__(self) -> None:
         self.wanted: set[str] = set()

@@ -1,4 +1,4 @@
-"""Pickled forms of process groups, device handles and the tensors of a unit, which have no usable form of their own.
+"""Pickled forms of process groups, device handles and the tensors of a unit, for which Python has no usable form.
 
 They are in force only while a unit is copied or pickled: ``Pickling`` puts them into ``copyreg.dispatch_table``, which
 is global, and restores it. ``dropin/copying.py`` and ``fsdp/wrapper/copying.py`` say which tensors get which form.

@@ -12,7 +12,7 @@ def environment_is_on(name: str) -> bool:
 
 
 class Fakes(NamedTuple):
-    """Which collectives are left out, to measure the time without them."""
+    """The collectives that are left out, to measure the time without them."""
 
     all_gather: bool
     reduce: bool

@@ -1,8 +1,8 @@
 """The memory of tensors: whether a tensor can be flattened, the order of its elements, its storage.
 
-Storages of flat tensors are allocated and freed in place, so earlier views stay valid objects. Functions that C offers
-for plain tensors fall back to torch's private ones for subclasses. The drop-in, the runtime and LayerZero use them; the
-module knows no flat parameter.
+Storages of flat tensors are allocated and freed in place, so earlier views stay valid objects. The C functions for
+plain tensors have a fallback here for subclasses, with torch's private functions. The drop-in, the runtime and
+LayerZero use this module; it knows no flat parameter.
 """
 
 import math

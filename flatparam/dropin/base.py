@@ -99,7 +99,9 @@ _uncounted = [0]  # the count for handles that no runtime has numbered
 
 
 class _Numbered(threading.local):
-    steps = _uncounted  # the count of the root whose handles this thread numbers now
+    """The count of optimizer steps of the root whose handles this thread numbers now; the handles share it."""
+
+    steps = _uncounted
 
 
 _numbered = _Numbered()

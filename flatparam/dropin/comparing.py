@@ -1,4 +1,4 @@
-"""Check before the first gather of a flat parameter that all ranks have built the same one.
+"""Check before the first gather of a flat parameter that all ranks have built it alike.
 
 Without the check, ranks with other sizes would crash in the gather, ranks that have frozen other units would wait for
 each other in a reduction, and ranks with other parameters would train a mixture. torch compares only indices of

@@ -1,8 +1,8 @@
 """Copying and pickling of wrapped models: ``copy.deepcopy``, ``pickle``, ``torch.save``.
 
 A copy has the state of a model between two steps, before the runtime initialised it: the shard, the original parameters
-as pieces of it, no gradients (copies of an unsharded module have none either), and no state of a step in progress. Only
-the shard is copied, and nothing is communicated. A pickle holds one rank's shards, and the same rank must load it.
+as pieces of it, no gradients (``copy.deepcopy`` of an unsharded module copies none either), and no state of a step.
+Only the shard is copied, and nothing is communicated. A pickle has one rank's shards, and that rank must load it.
 """
 
 import copy

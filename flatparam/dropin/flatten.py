@@ -35,6 +35,8 @@ construct_and_shard = _init_utils._init_param_handle_from_params
 
 
 class _Here(threading.local):
+    """Whether this thread constructs a handle for torch's runtime, which shards it at once."""
+
     constructs_and_shards = False  # in construct_and_shard(), before its handle is constructed
 
 
@@ -89,7 +91,7 @@ def _own_parameters(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
 
 
 class _Originals(NamedTuple):
-    """The tensors to flatten, in order, as the fsdp extension transforms them, with what the metadata say of each."""
+    """The tensors to flatten, in order, after the fsdp extension has transformed them; and their metadata."""
 
     tensors: list[Any]
     extensions: list[Any]

@@ -1,17 +1,17 @@
 """Write users' changes of original parameters and gradients back into the flat parameter.
 
-A parameter or gradient whose storage the user has changed is copied. A gradient that he has cleared or zeroed is
+A parameter or gradient whose storage the user has changed is copied. A gradient that the user has cleared or zeroed is
 zeroed.
 
 A pass in ``no_sync()`` leaves ``flat_param.grad`` unsharded. Without a ``zero_grad()`` the reduced shard of earlier
 passes lies beside it, in ``_saved_grad_shard`` or ``_offloaded_grad``. torch's handle has two faults there. It adds
-that shard to the next gradient even if the user has zeroed his. And for a single gradient that he sets to None it
+that shard to the next gradient even if the user has zeroed the gradient. And if the user sets one gradient to None, it
 zeroes the elements of another one.
 
-The rule for edited gradients is the table in csrc/tensor/fp_gradients.h, and `_C.mark_zeros` and `_C.is_zeroed` tell
-zeroing from other changes for all who keep it. The rest is code apart from the runtime's, as torch's contract asks: its
-runtime and users read and set ``flat_param.grad`` and ``_saved_grad_shard``, each one tensor for the whole unit, where
-our runtime has a state for each parameter; and users replace ``_writeback_tensor``.
+The rule for edited gradients is the table in csrc/tensor/fp_gradients.h, as in the runtime; `_C.mark_zeros` and
+`_C.is_zeroed` tell zeroing from other changes. The rest cannot be shared with the runtime. torch's runtime and users
+read and set ``flat_param.grad`` and ``_saved_grad_shard``, each one tensor for the whole unit, where our runtime has a
+state for each parameter; and users replace ``_writeback_tensor``.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The runtime of its own: torch's FullyShardedDataParallel API on the C core, without torch's runtime."""
+"""flatparam's runtime: torch's FullyShardedDataParallel API on the C core, without torch's runtime."""
 
 from . import api
 from .api import *  # noqa: F403

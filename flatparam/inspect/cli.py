@@ -44,7 +44,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=int, metavar="N", default=8, help="ranks")
-    add("--strategy", choices=SUPPORTED, default="FULL_SHARD", help="what is sharded, and when it is freed")
+    add("--strategy", choices=SUPPORTED, default="FULL_SHARD", help="the groups over which a unit is sharded")
     add("--shard-size", type=int, metavar="N", help="hybrids: ranks that share a parameter, say those of a host")
     units = made.add_mutually_exclusive_group()
     units.add_argument(

@@ -1,4 +1,4 @@
-"""LayerZero's handle, with the names and signatures of MindSpeed's LayerZeRO, for runtimes that drive units themselves.
+"""LayerZero's handle, with the names and signatures of MindSpeed's LayerZeRO, for code that drives units itself.
 
 To wrap a model use ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO`` instead. The handle is
 one class in parts, each a base of the next: `_base.py`, `_sums.py`, `_freshness.py`, `_parameters.py`, `_gradients.py`,

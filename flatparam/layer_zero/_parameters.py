@@ -203,7 +203,7 @@ class Parameters(Freshness):
     # Unsharding
 
     def needs_unshard(self) -> bool:
-        """Whether unshard() has anything to do: to gather, to ask if what was kept is fresh, or to switch to it."""
+        """Whether unshard() has work: to gather, to ask if the gathered data are fresh, or to switch to them."""
         return (
             not self._is_unsharded
             or self._was_given_up
@@ -213,11 +213,11 @@ class Parameters(Freshness):
         )
 
     def _write_back(self) -> bool:
-        """Copy into the master what users have put in place of parameters. Returns whether there was any."""
+        """Copy into the master the tensors that users have put in place of parameters. Returns if there were any."""
         return not self._is_unsharded and self._core is not None and bool(self._core.sync_user_writes())
 
     def pre_unshard(self) -> bool:
-        """Write back what was put in place of parameters. Returns whether that, or a gather, is to be done."""
+        """Write replaced parameters back. Returns whether any was written back, or a gather is needed."""
         if not self._is_bound:
             self.init_flat_param_attributes()
         wrote = self._write_back()
@@ -225,10 +225,10 @@ class Parameters(Freshness):
         return wrote or not self._gathered
 
     def unshard(self) -> None:
-        """Gather what is not gathered yet, or is no longer fresh, and switch to it.
+        """Gather, unless fresh data are gathered already, and switch to them.
 
-        From the masters over the zero1 group where they have changed, else from the zero3 shards over theirs; in
-        SUMMON_FULL_PARAMS from the masters, in full precision. The data are there after post_unshard().
+        It gathers over the zero1 group from the masters if they have changed, else over the zero3 group from the zero3
+        shards; in SUMMON_FULL_PARAMS from the masters, in full precision. The data are there after post_unshard().
         """
         if not self._is_bound:
             raise AssertionError(self._about("call pre_unshard() before unshard()"))

@@ -1,7 +1,7 @@
 """The sum of a unit's micro-batches, in full precision, on the device or offloaded to the host.
 
-Between micro-batches ``.grad`` shows the sum, whole and unreduced: what users do to it there counts as
-`csrc/tensor/fp_gradients.h` says. An optimizer that would step it is refused.
+Between micro-batches ``.grad`` shows the sum, whole and unreduced. Edits of users count by the table in
+`csrc/tensor/fp_gradients.h`. An optimizer that would step the sum is refused.
 """
 
 import warnings
@@ -181,7 +181,7 @@ class Sums(Base):
         if refused >= 0:
             raise ValueError(
                 f"the gradient of `{self.flat_param._fqns[refused]}` was changed in place between micro-batches. There "
-                "it shows their sum; what was reduced before was put aside, and would not have been changed. Change "
+                "it shows their sum; the reduced gradient lies beside it, and the change would miss it. Change "
                 "gradients after the reduction, or call recover() of every handle"
             )
         return True

@@ -336,7 +336,7 @@ def what_is_not_alike(folder):
     model = FSDP(nn.Linear(4, 4, bias=False), use_orig_params=True)
     [param] = model.parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
-    with pytest.raises(CheckpointError, match="what is set for the optimizer's group `0` differs on rank 0 and rank 1"):
+    with pytest.raises(CheckpointError, match="an option of the optimizer's group `0` differs on rank 0 and rank 1"):
         checkpoint.save(folder / "one", model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.1
     if rank == 1:

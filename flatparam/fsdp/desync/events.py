@@ -89,7 +89,7 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
 
 
 def is_learning(event: CollectiveEvent) -> bool:
-    """Whether it is the collective by which ranks learn what forwards write: once, after the first forwards."""
+    """Whether this is the consensus on the parameters that forwards write to: once, after the first forwards."""
     return event.event // 2 % _C.EVENT_KINDS == _C.EVENT_LEARNS
 
 

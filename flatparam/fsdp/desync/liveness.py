@@ -282,7 +282,7 @@ def _board_at_end() -> HealthBoard:
 
 
 def describe(error: BaseException, rank: int, since: str) -> str:
-    """Return the message about ``error`` for the other ranks. ``since``: what became of ``rank``, in words."""
+    """Return the message about ``error`` for the other ranks. ``since``: the fate of ``rank``, a verb phrase."""
     if isinstance(error, OrderError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

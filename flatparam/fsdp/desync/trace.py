@@ -23,7 +23,7 @@ Keys in the store, below the group's generation; ``N`` is the number of a collec
 | key | value |
 |---|---|
 | ``N``, ``N/asked``, ``N/go`` | the first report of ``N``; how many ranks have asked; all have asked |
-| ``N/kept``, ``N/missed by R`` | a rank that was kept from ``N``; the digest of what rank R was kept from |
+| ``N/kept``, ``N/missed by R`` | a rank that was kept from ``N``; the digest of the collectives that rank R missed |
 | ``pending`` | the first ``N`` that has been asked about and not answered |
 | ``broken``, ``readers`` | the reason why the group is broken, and how many will read it; how many have |
 | ``trouble``, ``told`` | an exception that a live rank has raised; the one for which C aborted a communicator |
@@ -152,9 +152,9 @@ class GroupTrace:
             sys.stderr.flush()
 
     def _why(self) -> str:
-        """Return the reason why the group is broken. C marks a trace broken without words: look them up in the store.
+        """Return the reason why the group is broken. If C has broken the trace, the reason is in the store.
 
-        The reason may be that of another group of the same model.
+        Another group of the same model may have the reason.
         """
         if not self._reason:
             with self._looking:

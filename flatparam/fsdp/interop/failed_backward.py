@@ -1,8 +1,8 @@
 """Tell the other ranks of an exception that ends a backward on this rank, while its process goes on.
 
-Hooks of users and their autograd functions run between the callbacks of units, which see nothing of what they raise.
-The other ranks may be waiting for this rank in a gather or a reduction. ``backward_inputs.py`` calls this around
-autograd's engine; no collective call. Forwards tell of their exceptions themselves (``wrapper/forward.py``).
+Users' hooks and autograd functions run between the callbacks of units, so no callback sees their exceptions. The other
+ranks may be waiting for this rank in a gather or a reduction. ``backward_inputs.py`` calls this around autograd's
+engine; no collective call. For exceptions in forwards see ``wrapper/forward.py``.
 """
 
 from __future__ import annotations

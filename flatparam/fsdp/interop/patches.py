@@ -59,7 +59,7 @@ def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
         if inner in ignored:
             continue
         if isinstance(inner, (*_WRAPPERS, TorchsFSDP)):
-            which, instead = f"a {type(inner).__name__} of torch", "Pass what it wraps (its `.module`)"
+            which, instead = f"a {type(inner).__name__} of torch", "Pass the module that it wraps (its `.module`)"
         elif isinstance(inner, FSDPModule):
             which, instead = f"a {type(inner).__name__} that fully_shard() has sharded", "Pass it as it was before"
         else:
@@ -250,7 +250,7 @@ def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
 _WHOLE_ONLY = {  # class of an optimizer of torch -> why it cannot step shards
     "LBFGS": "multiplies gradients of all parameters with each other, so each rank would step another way: use "
     "ShardingStrategy.NO_SHARD, or another optimizer",
-    "ZeroRedundancyOptimizer": "copies what one rank has stepped to the others: use the optimizer that it was given, "
+    "ZeroRedundancyOptimizer": "copies the values that one rank has stepped to the others: use its inner optimizer, "
     "whose states are sharded as parameters are",
 }
 

@@ -175,7 +175,7 @@ def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
 
 
 class Extended:
-    """Makes the tensors that modules see in the place of one flat parameter's views. C calls it in each forward."""
+    """Makes the tensors that modules see in place of one flat parameter's views. C calls it in each forward."""
 
     def __init__(self, forms: list[Form | None]):
         self._forms = forms

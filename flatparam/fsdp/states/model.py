@@ -316,9 +316,10 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
 class _Watched:
     """Finds out which parameters of a unit a load has written to.
 
-    Keys do not tell: hooks of modules may rename entries. So it compares the tensors' version counters, from when the
-    modules show whole parameters until the load has ended. torch counts no write by ``.data``: a parameter that equals
-    its entry in ``state`` counts as written too. ``own``: the keys of entries that were the parameters themselves.
+    Keys do not tell: hooks of modules may rename entries. So it compares the tensors' version counters between two
+    moments: when the modules show whole parameters, and when the load has ended. torch counts no write by ``.data``, so
+    a parameter that equals its entry in ``state`` counts as written too. ``own``: the keys of entries that were the
+    parameters themselves.
     """
 
     def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
@@ -389,14 +390,14 @@ def _make_whole(state: dict[str, Any], rows: list[tuple[str, UnitParam]]) -> Non
 def _checked_rows(
     named: Iterable[tuple[str, LocalParam | None]], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, LocalParam, Any]]:
-    """Yield what ``agree_on_rows`` compares for each of the keys in ``named`` whose entry is in rows."""
+    """Yield the arguments of ``agree_on_rows`` for each key in ``named`` whose entry is in rows."""
     for key, param in named:
         if isinstance(param, UnitParam) and is_rows(state[key]):
             yield clean_tensor_name(param.name), param, _checked(key.replace(FSDP_PREFIX, ""), param, state[key])
 
 
 def _checked(key: str, param: UnitParam, value: Any) -> Any:
-    """Return what ranks compare of ``value``, which ``is_rows``: itself, or a digest if this rank has all of it.
+    """Return the form of ``value`` that ranks compare: ``value``, in rows, or a digest if this rank has all rows.
 
     Raises: StateError naming ``key``, if shape or rows do not fit the parameter.
     """

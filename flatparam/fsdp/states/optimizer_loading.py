@@ -1,6 +1,6 @@
 """Cut a state of the unwrapped model's optimizer into the state of this rank's optimizer.
 
-``cut`` checks all of the state before it fetches the first tensor. The checks use only shapes, dtypes and small values,
+``cut`` checks the whole state before it fetches the first tensor. The checks use only shapes, dtypes and small values,
 which all ranks have alike: all ranks raise, or all come to the same fetches. A ``Fetch`` brings the elements:
 ``from_here`` from memory, `rows.py` by all-gathers, `from_rank0.py` by broadcasts. The optimizer is not changed.
 """

@@ -29,9 +29,9 @@ _NOTHING = "nothing"  # told for a parameter without elements on that rank
 
 
 class Sink(NamedTuple):
-    """How results are made. ``take``: copies a gathered tensor, whose memory is then freed or used again.
+    """The way to make results. ``take``: copies a gathered tensor, whose memory is then freed or used again.
 
-    ``to_cpu``: copy the tensors that are not gathered to the host.
+    ``to_cpu``: copy tensors to the host that need no gather.
     """
 
     take: Take
@@ -161,7 +161,7 @@ def _merged(one: SteppedParam, ranks: list[int], everyone: list[Any]) -> Describ
             if not same(expected, found):
                 raise StateError(
                     f"optimizer state `{key}` of parameter `{name}` is {_said(expected)} on rank {first} and "
-                    f"{_said(found)} on rank {rank}: what is not of the shape of the parameter's piece there must be "
+                    f"{_said(found)} on rank {rank}: a value that has not the shape of the parameter's piece must be "
                     "the same on all ranks; flatparam.checkpoint.save keeps it, for the same ranks and units"
                 )
     return dict(values)

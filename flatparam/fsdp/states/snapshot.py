@@ -30,9 +30,9 @@ def loads_by_itself(module: nn.Module) -> bool:
 
 
 class Beside:
-    """A copy of the buffers of all modules in ``module``, and of all attributes of those that ``loads_by_itself``.
+    """A copy of the buffers of all modules in ``module``, and of all attributes of modules with code for loading.
 
-    Tensors, lists, dicts and sets are cloned, as a load may change them in place; of other values it keeps references.
+    Tensors, lists, dicts and sets are cloned, as a load may change them in place; other values are referred to.
     """
 
     def __init__(self, module: nn.Module):
@@ -81,7 +81,7 @@ def _copy(value: Any) -> Any:
 class Before:
     """A copy of all values of ``module``: shards of ``units``, other parameters, buffers, attributes, extra states.
 
-    ``units``: all units in ``module``. Memory: a second copy of this rank's shards and of all that it lists.
+    ``units``: all units in ``module``. Memory: a second copy of these values, this rank's shards included.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit]):

@@ -1,4 +1,4 @@
-"""Choose the form of state dicts for all units under a module, for good or for a block. Nothing is saved here."""
+"""Choose the form of state dicts for all units under a module: from now on, or in a block. Nothing is saved here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Map the parameters of a wrapped model, by FQN, to the tensors that its optimizer steps.
 
-All functions for optimizer states start from a ``Table``. It is made anew for each call: it holds what was true then.
+All functions for optimizer states start from a ``Table``. Each call makes a new one, as parameters may change.
 """
 
 from __future__ import annotations

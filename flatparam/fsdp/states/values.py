@@ -1,8 +1,8 @@
-"""Classify the values of an optimizer's state: is a tensor sharded like its parameter, or one value for all of it?
+"""Classify the values of an optimizer's state: is a tensor sharded like its parameter, or one value for the whole?
 
 A ``Like`` has one element for each element of the parameter, and is cut and gathered with it. Other values are copied.
-torch does not say which is which, so ``classify`` compares shapes over all parameters: a key whose tensors have one
-shape whatever the parameter's is no ``Like``, nor is one whose last or second last dimension is always 1 (Adafactor).
+torch does not tell the two apart, so ``classify`` compares shapes over all parameters. A key is no ``Like`` if its
+tensors have one shape for all parameters, or if their last or second last dimension is always 1 (Adafactor).
 This knows no ranks. `optimizer_saving.py`, `optimizer_loading.py` and checkpoints call it.
 """
 

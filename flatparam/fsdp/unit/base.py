@@ -60,9 +60,7 @@ class Wrapper(RefusingMarkers, nn.Module):
     _strategy: ShardingStrategy
     _unit: Unit
     _use_orig_params: bool
-    _watched: Any = (
-        None  # what a load of this unit gives its tensors, between states.model's before_load and after_load
-    )
+    _watched: Any = None  # during a load of this unit: states.model's record of the parameters that it writes to
     _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # the last load's values
 
     def _outermost(self) -> Any:

@@ -406,7 +406,7 @@ class Unit:
                 vars(place.module)[place.name] = None  # put() sets the view here
 
     def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
-        """Yield what an optimizer steps: the originals, or with ``use_orig_params=False`` the flat parameters."""
+        """Yield the stepped parameters: the originals, or with ``use_orig_params=False`` the flat parameters."""
         for flat_param in self.flat_params:
             if self.options.use_orig_params:
                 for original in flat_param.originals:

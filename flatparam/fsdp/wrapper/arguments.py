@@ -153,7 +153,7 @@ def warn_of_padding(unit: Unit) -> None:
     if unit.options.atomic is not None and padded - held > max(held, 2**20):
         shards = unit.options.placement.shards
         warn_user(
-            f"{unit.name}: {1 - held / padded:.0%} of what is gathered and reduced is padding: with atomic= its {held} "
+            f"{unit.name}: {1 - held / padded:.0%} of the gathered bytes is padding: with atomic= its {held} "
             f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks"
         )
 

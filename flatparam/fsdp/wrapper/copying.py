@@ -1,4 +1,4 @@
-"""Copy, pickle and move the wrapper."""
+"""Copy, pickle and move the wrapper. Nothing is communicated: a copy or pickle has this rank's shards."""
 
 import copy
 import copyreg

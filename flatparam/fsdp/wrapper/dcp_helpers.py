@@ -1,7 +1,7 @@
 """Let ``torch.distributed.checkpoint.state_dict`` work on our units.
 
-Its functions use the name ``FSDP``, torch's class. It is changed, in that module alone, to a class that answers for
-both.
+Its functions use the name ``FSDP``, which is torch's class. In that module alone the name becomes a class that stands
+for torch's and for ours.
 """
 
 import sys
@@ -24,6 +24,8 @@ _TEST = "tests/fsdp/states/test_torch_helpers.py"
 
 
 class _Class(type):
+    """The class of ``_Either``: ``isinstance`` is True for wrappers of torch's class and of ours."""
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, (TorchsFSDP, Wrapper))
 

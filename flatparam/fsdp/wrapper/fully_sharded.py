@@ -225,7 +225,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             )
 
     def _take_inner(self, module: nn.Module) -> None:
-        """Ignore what the wrappers inside ignore, and become the outer wrapper of those that have none."""
+        """Ignore the parameters that inner wrappers ignore, and become the outer wrapper of those that have none."""
         for inner in module.modules():
             if isinstance(inner, Wrapper):
                 self._ignored_params |= inner._ignored_params
@@ -266,7 +266,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         return originals, options, of_params
 
     def _join_registry(self, agreed: Agreed, own: list[nn.Module]) -> None:
-        """Give the unit its id, seal its modules, and set what later calls read."""
+        """Give the unit its id, seal its modules, and set the attributes that later calls read."""
         assign(self._unit, agreed.numbers)
         self._unit.mismatched = agreed.mismatched
         if agreed.mismatched:

@@ -1,7 +1,7 @@
-"""Change the dtype or the device of the shard of a flat parameter, in a unit that goes on with it.
+"""Change the dtype or the device of a flat parameter's shard in a unit that is trained on.
 
-Trainers do both through names of torch's handle: they keep fp32 masters of a model that was read in 16 bits, and move
-shards off the device while it does something else. ``torch_names.py`` calls ``store`` and ``move``; the first forward
+Trainers do both through names of torch's handle: they make the shards fp32 for a model that was read in 16 bits, and
+move shards off the device while it does other work. ``torch_names.py`` calls ``store`` and ``move``; the first forward
 calls ``choose_dtype``.
 """
 
