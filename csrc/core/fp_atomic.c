@@ -61,7 +61,7 @@ walk(const fp_atomic *atomic, int64_t shard, int64_t *starts, int64_t *next)
                 }
             }
             else {
-                int64_t head = room - room % step; /* what goes before the end of this shard */
+                int64_t head = room - room % step; /* the elements in this shard */
                 at += room - head;
                 at_most(next, shard + step - room % step);
                 if (numel - head > shard && shard % step == 0) {

@@ -70,7 +70,7 @@ fill_items(char *to, size_t n, const void *item, size_t item_bytes)
         return;
     }
     memcpy(to, item, item_bytes);
-    for (size_t done = 1; done < n;) { /* doubling: each copy is of what was written before */
+    for (size_t done = 1; done < n;) { /* doubling: each copy repeats all items written before */
         const size_t more = done <= n - done ? done : n - done;
         memcpy(to + done * item_bytes, to, more * item_bytes);
         done += more;
@@ -83,7 +83,7 @@ typedef struct {
     double scale;
     size_t segment_bytes; /* of one element */
     size_t flat_bytes;
-    const void *fill_item; /* what a gap gets; NULL: zero bytes */
+    const void *fill_item; /* the value of a gap; NULL: zero bytes */
     int leave_gaps;        /* gaps and NULL segments are not written */
 } mover;
 

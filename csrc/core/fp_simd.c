@@ -64,7 +64,7 @@ fp_simd_get_level(void)
     while (!fp_simd_supported((fp_simd_level)best)) {
         best--; /* ends: every processor has the baseline */
     }
-    /* what another thread has chosen since stays */
+    /* a level that another thread has chosen meanwhile stays */
     return (fp_simd_level)(atomic_compare_exchange_strong(&level_in_use, &level, best) ? best : level);
 }
 

@@ -15,7 +15,7 @@ at_exit(int status, void *ignored)
 {
     (void)ignored;
     if (status == 0 && exit_status != 0 && getpid() == set_by) {
-        exit(exit_status); /* glibc goes on with what is left to be called */
+        exit(exit_status); /* glibc goes on with the functions of atexit() that are left */
     }
 }
 #endif

@@ -18,7 +18,7 @@ typedef struct {
 
 static void layout_dealloc(PyObject *self);
 
-/* That of Layout, which is type or what type derives from; borrowed. */
+/* Borrowed: the module of Layout. type is Layout or a subclass. */
 static PyObject *
 module_of(PyTypeObject *type)
 {

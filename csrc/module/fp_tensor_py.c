@@ -90,7 +90,7 @@ same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 clear_grads(PyObject *module, PyObject *params)
 {
-    PyObject *items = PySequence_Tuple(params); /* a copy of ours: what is released may change a list */
+    PyObject *items = PySequence_Tuple(params); /* a copy: the end of a gradient may run code that changes a list */
     const int plain = items == NULL ? -1 : fp_torch_clear_grads(fp_items(items), PyTuple_GET_SIZE(items));
     Py_XDECREF(items);
     return fp_bool_unless(plain);

@@ -3,14 +3,14 @@
 
 #include "core/fp_alloc.h"
 
-/* What is nn.Module's own, found when the extension is imported; libtorch_python keeps such globals too. */
+/* Objects of torch.nn, found when the extension is imported. Globals, as libtorch_python's are. */
 static struct {
     PyObject *module_class;    /* torch.nn.Module */
     PyObject *parameter_class; /* torch.nn.Parameter */
     PyObject *tensor_class;    /* torch.Tensor */
     PyObject *hooks;           /* the dict of global parameter registration hooks */
     PyObject *parameters;      /* "_parameters" */
-    PyObject *methods[5];      /* nn.Module's own, by method_names; None for one that somebody had replaced by then */
+    PyObject *methods[5]; /* nn.Module's methods, by method_names; None for one that was replaced before the import */
 } nn;
 
 Py_ssize_t fp_attributes_own_hooks;
@@ -19,7 +19,7 @@ static const char *const method_names[] = {"__getattribute__", "__getattr__", "_
                                            "register_parameter"};
 enum { METHODS = sizeof method_names / sizeof method_names[0] };
 
-/* A new reference to nn.Module's method, None if it is not torch's own. */
+/* A new reference to nn.Module's method; to None if it is not torch's. */
 static PyObject *
 own_method(PyObject *base, const char *name)
 {
@@ -78,7 +78,7 @@ fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_shared)
     return 0;
 }
 
-/* Which parameter item i is. */
+/* The index of the parameter that item i is a name of. */
 static Py_ssize_t
 param_of(const fp_attributes *attributes, Py_ssize_t i)
 {
@@ -103,7 +103,7 @@ fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyO
     return 0;
 }
 
-/* Ask the class itself: 1 if nn.Module's rules hold for this name, 0 if it overrides any, -1 on failure. */
+/* Look at the class: 1 if nn.Module's rules hold for this name, 0 if it overrides one of them, -1. */
 static int
 ask_class(PyTypeObject *type, PyObject *name)
 {
@@ -164,7 +164,7 @@ forget_dicts(module_dicts *dicts)
     Py_CLEAR(dicts->parameters);
 }
 
-/* Let dicts be those of module. 1 if both are plain dicts, 0 if not, -1 on failure. */
+/* Fill dicts with those of module. 1 if both are plain dicts, 0 if not, -1. */
 static int
 get_dicts(PyObject *module, module_dicts *dicts)
 {
@@ -193,7 +193,7 @@ get_direct(fp_attribute *item, module_dicts *dicts)
     return direct > 0 ? get_dicts(item->module, dicts) : direct;
 }
 
-/* 1: done; 0: the name is no parameter or plain attribute, so it may be a buffer's or a module's by now; -1. */
+/* 1: done; 0: the name is no parameter or plain attribute: it may be a buffer or a module now; -1. */
 static int
 put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_place place)
 {
@@ -206,7 +206,7 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
     }
     const int was_listed =
         wants_parameters ? PyDict_GET_SIZE(dicts->parameters) == before : PyDict_Contains(dicts->parameters, name);
-    PyObject *in_dict = NULL; /* borrowed; not looked for where the name is known and this will be replaced */
+    PyObject *in_dict = NULL; /* borrowed; not looked up if the name is listed and the entry is replaced anyway */
     if (was_listed == 0 || !wants_dict) {
         in_dict = PyDict_GetItemWithError(dicts->dict, name);
     }
@@ -228,8 +228,8 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
     return status < 0 ? -1 : 1;
 }
 
-/* delattr if there is one, then setattr: what torch does for a class of any kind. A plain attribute that is a Parameter, as frozen
- * ones of a subclass are, goes by object's own setattr: nn.Module's would list it among the parameters. */
+/* delattr if there is an attribute, then setattr, as torch does for a class of any kind. A plain attribute that is a Parameter, as
+ * a frozen one of a subclass is, is set by object's setattr: that of nn.Module would list it among the parameters. */
 static int
 put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place)
 {
@@ -304,7 +304,7 @@ get(fp_attribute *item, module_dicts *dicts)
     }
     if (value == NULL && !PyErr_Occurred()) {
         forget_dicts(dicts);
-        value = PyObject_GetAttr(item->module, item->name); /* a class's own rules, or a buffer by now */
+        value = PyObject_GetAttr(item->module, item->name); /* a class with other rules, or a buffer now */
     }
     if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
@@ -338,14 +338,14 @@ is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int i
     if (direct < 0) {
         return -1;
     }
-    if (!direct) { /* a class may give its tensors in another form */
+    if (!direct) { /* a class may return its tensors in another form */
         PyObject *value = is_parameter ? get(item, dicts) : NULL;
         Py_XDECREF(value);
         if (PyErr_Occurred()) {
             if (!PyErr_ExceptionMatches(PyExc_Exception)) {
                 return -1;
             }
-            PyErr_Clear(); /* it gives none */
+            PyErr_Clear(); /* it has no such attribute */
         }
         return !is_parameter || value == object;
     }

@@ -1,4 +1,5 @@
-/* python/fp_lock.h -- a lock that the thread that holds it may take again. All functions are called with the GIL. */
+/* python/fp_lock.h -- a reentrant lock: the thread that holds it may take it again. The caller holds the GIL. fp_root.lock
+ * (runtime/fp_types.h) is one. */
 #pragma once
 
 #include <Python.h>

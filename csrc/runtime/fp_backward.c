@@ -55,8 +55,8 @@ check_accumulated(const fp_unit *unit)
         if (fp_flat_param_versions(&unit->flat_params[k]) != unit->flat_params[k].versions) {
             PyErr_Format(
                 PyExc_RuntimeError,
-                "%U: its parameters were changed between a backward with create_graph=True and that of what it "
-                "gave, which needs them as they were: step the optimizer, or write to them, after both",
+                "%U: its parameters were changed between a backward with create_graph=True and the backward of its "
+                "gradients, which needs the old values: step the optimizer, or write to parameters, after both",
                 unit->name);
             return -1;
         }

@@ -113,8 +113,8 @@ check_others(const fp_exchange *exchange)
             const int world_rank = fp_group_world_rank(group_of(exchange->units[0]), rank);
             if (!PyErr_Occurred()) {
                 PyErr_Format(PyExc_RuntimeError,
-                             "%U: rank %d has raised an error that concerns this unit, so all ranks stop here; what is "
-                             "wrong stands in that rank's message",
+                             "%U: rank %d has raised an error that concerns this unit, so all ranks stop here; the "
+                             "message of that rank has the cause",
                              exchange->units[errors[rank] - 1]->name, world_rank);
             }
             return -1;

@@ -1,8 +1,8 @@
-/* runtime/fp_consensus.h -- what the ranks tell each other about units: one all-reduce of flags over each group, when a
- * forward of the model begins, and another one in a backward for the units with a secondary shard.
+/* runtime/fp_consensus.h -- the consensus of the ranks about units: one all-reduce of flags over each group when a forward of
+ * the model begins, and another one in a backward for the units with a secondary shard.
  *
- * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and says so;
- * then all ranks raise. fp_root.consensus has the all-reduces of the backward under way. */
+ * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and sets its error
+ * slot; then all ranks raise. fp_root.consensus has the all-reduces of the backward under way. */
 #pragma once
 
 #include "runtime/fp_types.h"
@@ -14,17 +14,19 @@
  * alike. */
 int fp_consensus_before_forward(fp_root *root);
 
-/* A backward begins: start to tell which units with a secondary shard get a gradient on this rank. Does not wait. */
+/* A backward begins: start the all-reduces that tell which units with a secondary shard get a gradient on this rank. Does not
+ * wait. */
 int fp_consensus_on_gradients(fp_root *root);
-/* Wait for that. From here on wanted of each flat parameter is valid, and gradients that users have
- * cleared on other ranks are cleared here. A second call does nothing. */
+/* Wait for these all-reduces. Afterwards `wanted` of each flat parameter is valid, and gradients that users have cleared on
+ * other ranks are cleared here. A second call does nothing. */
 int fp_consensus_read(fp_root *root);
-/* The backward ends: read, raise the error that this rank or another one has noted, and drop the exchanges. */
+/* The backward ends: fp_consensus_read(), raise the error that this rank or another one has noted, and drop the exchanges. */
 int fp_consensus_end(fp_root *root);
-/* The backward was broken off: drop the exchanges and the noted error. */
+/* The backward was interrupted: drop the exchanges and the noted error. No wait. */
 void fp_consensus_drop(fp_root *root);
 int fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg); /* for the garbage collector */
 
-/* Take the exception that is set. fp_consensus_end() raises it on this rank, and one that names unit on the others. Only
- * the first one of a backward is kept; it must be noted before fp_consensus_on_gradients() for the others to hear of it. */
+/* Take the exception that is set. fp_consensus_end() raises it on this rank, and an error that names unit on the other ranks.
+ * Only the first exception of a backward is noted. Note it before fp_consensus_on_gradients(), or the other ranks do not get
+ * it. */
 void fp_consensus_note_error(fp_root *root, const fp_unit *unit);

@@ -23,7 +23,7 @@ own_first(const fp_flat_param *flat_param)
     return flat_param->plan->rank * flat_param->plan->shard_numel - accumulated_first(flat_param);
 }
 
-/* ---- what modules and .grad show ---- */
+/* ---- the attributes of modules, and .grad ---- */
 
 static int
 is_not_steppable(const fp_flat_param *flat_param)
@@ -347,9 +347,9 @@ refuse_gradient(const fp_flat_param *flat_param, Py_ssize_t i, const char *name,
 }
 
 static const char written_in_place[] =
-    "was changed in place between micro-batches in no_sync(). There it shows what was added up in no_sync(), which is "
-    "dropped now; what a synced backward had reduced before was put aside, and would not have been changed. Change "
-    "gradients after the last micro-batch, outside of no_sync()";
+    "was changed in place between micro-batches in no_sync(). There it shows the gradient accumulated in no_sync(), "
+    "which is dropped now; the reduced gradient of an earlier backward lies beside it, and the change would miss it. "
+    "Change gradients after the last micro-batch, outside of no_sync()";
 
 int
 fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)

@@ -1,4 +1,5 @@
-/* runtime/fp_flat_param.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it.
+/* runtime/fp_flat_param.h -- one flat parameter of a unit: the tensors that it owns, and the tensors that modules and .grad
+ * show in its place.
  *
  * A unit embeds its flat parameters (fp_unit.flat_params); only files of the runtime use them. The caller holds the GIL,
  * and in a backward the lock of the root. Numels and starts are in ELEMENTS. Functions that return int give 0, or -1 with
@@ -24,7 +25,7 @@ enum {
     FP_GROUPS = 4
 };
 
-/* What the modules have as attributes, and what they list in parameters(). */
+/* The attributes of the modules, and the tensors that they list in parameters(). */
 enum {
     FP_SHOWS_NOTHING = 0, /* the flat parameter has set no attribute yet */
     FP_SHOWS_PARAMS = 1,  /* original parameters, listed */
@@ -34,7 +35,7 @@ enum {
 
 enum {
     FP_WANTED_GRADIENT = 1,    /* some rank gets a gradient in this backward */
-    FP_WANTED_ACCUMULATED = 2, /* some rank has an accumulated one from before */
+    FP_WANTED_ACCUMULATED = 2, /* some rank has an accumulated gradient from earlier backwards */
 };
 
 typedef struct {
@@ -51,8 +52,8 @@ typedef struct {
     PyObject *views;  /* tuple [n] over the flat buffer; NULL before fp_unshard_make_views() */
     /* extension(views): a tuple [n] of tensors that modules have in place of the views (DTensors, say); NULL: none. */
     PyObject *extension;
-    PyObject *leaf;     /* the views' gradient is leaf's, for autograd; NULL: the node behind them calls the unit */
-    PyObject *dress;    /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
+    PyObject *leaf;  /* autograd gives the gradient of the views to leaf; NULL: the node behind them calls the unit */
+    PyObject *dress; /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
     PyObject *extended; /* the tuple that extension gave last; NULL while modules have the original parameters */
 
     /* Gradients. The char arrays have one flag per owner, and lie in one block that begins at cleared. */
@@ -63,7 +64,7 @@ typedef struct {
 
     int gathered;         /* 1: the flat buffer is gathered, or its gather is under way */
     int shows;            /* FP_SHOWS_*; set by fp_flat_param_show() and fp_flat_param_list_params() */
-    fp_shown_state shown; /* what .grad of the owners is; changed by move_shown() alone */
+    fp_shown_state shown; /* the gradient that .grad of the owners shows; changed by move_shown() alone */
     int deferred;         /* 1: the end of this backward reduces the accumulated gradient */
     int64_t versions;     /* fp_flat_param_versions() at the last gather; -1: not valid */
 
@@ -73,7 +74,7 @@ typedef struct {
     int64_t synced;       /* fp_flat_param_versions() at the last gather from the shards; -1: out of date since */
     int64_t synced_steps; /* fp_optimizer_steps at that gather */
 
-    char *cleared; /* nested: 1 if the user has cleared the owner's gradient, and other ranks are to clear theirs */
+    char *cleared; /* nested: 1 if the user has cleared the owner's gradient, so that other ranks must clear theirs */
 
     /* The backward under way. fp_consensus_read() sets wanted. */
     fp_reduce_slot_state reduce_slot; /* changed by fp_reduce_order_move(), reset by fp_reduce_order_forget() */
@@ -109,7 +110,7 @@ int fp_flat_param_read(fp_flat_param *flat_param, PyObject *spec);
 void fp_flat_param_free(fp_flat_param *flat_param);
 int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
 
-/* ---- what modules have ---- */
+/* ---- the attributes of modules ---- */
 
 /* Give the modules the views (1) or the original parameters (0), even if they have them already. With an extension, views are
  * made anew each time: its tensors belong to the graph of one forward. Setting an attribute may run code of the user. */
@@ -121,7 +122,7 @@ int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* While modules have views: let parameters() and zero_grad() find the original parameters. */
 int fp_flat_param_list_params(fp_flat_param *flat_param);
 
-/* ---- what users have changed ---- */
+/* ---- the changes of users ---- */
 
 /* A number that grows with each write that torch counts to the shard, or to an owner that has elements here, and each time that
  * the shard gets another storage. It says nothing about writes of other ranks. */
@@ -133,8 +134,8 @@ int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
 int fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
-/* Borrowed: what modules have while they have views, [n]: the views, or the tensors of the extension. NULL: there are none
- * yet. */
+/* Borrowed: a tuple [n] of the attributes of modules that show views: the views, or the tensors of the extension. NULL: there
+ * are none yet. */
 PyObject *fp_flat_param_attributes(const fp_flat_param *flat_param);
 /* The values change: let autograd refuse a backward through graphs that have saved the views, or tensors of the extension. */
 int fp_flat_param_refuse_graphs(fp_flat_param *flat_param);
@@ -156,7 +157,7 @@ int fp_flat_param_alias(fp_flat_param *flat_param);
 /* Replace the i-th original parameter by param. IndexError, TypeError. The gathered data counts as out of date afterwards. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 
-/* ---- what .grad shows ---- */
+/* ---- .grad ---- */
 
 /* The flat parameters in this process whose .grad an optimizer must not step with: it is accumulated and not reduced, or of
  * another dtype. */
@@ -166,15 +167,14 @@ extern int64_t fp_flat_param_not_steppable;
 int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name);
 /* Show the accumulated gradient in .grad. A reduced gradient that .grad showed is put aside (deferred_reduced). */
 int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
-/* Read what the user did to .grad while it showed the accumulated gradient: the table in tensor/fp_gradients.h says what
- * counts. Then show the reduced gradient, or none. -1: ValueError for an edit that cannot count; the accumulated gradient
- * is dropped. */
+/* Read the user's edits of .grad while it showed the accumulated gradient, by the table in tensor/fp_gradients.h. Then show the
+ * reduced gradient, or none. -1: ValueError for an edit that cannot count; the accumulated gradient is dropped. */
 int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name);
-/* The same. For an edit that cannot count *refused becomes the number of the owner, and no exception is set: -1. Else it
- * becomes -1. */
+/* The same. For an edit that cannot count -1, without an exception, and *refused is the index of the owner. Else *refused is
+ * -1. */
 int fp_flat_param_find_refused_edit(fp_flat_param *flat_param, const char *name, Py_ssize_t *refused);
-/* The same between passes. Then show again what is left of the accumulated gradient. drops_zeros: see
- * fp_gradients_check_accumulated(). */
+/* Between passes: the same as fp_flat_param_note_user_edits(), and then show the rest of the accumulated gradient again.
+ * drops_zeros: see fp_gradients_check_accumulated(). */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Add each owner's piece of reduced, which is borrowed, to its .grad, and call the owner's hooks. Owners that are frozen get a
  * piece only if they have a frozen share, which ends here. */
@@ -182,8 +182,9 @@ int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduc
 /* The reduced gradient that .grad of the owners shows, with zeros where an owner has none. A new reference: the tensor in which
  * all of them lie as pieces, or else a new one. None: no owner has one. */
 PyObject *fp_flat_param_reduced(fp_flat_param *flat_param);
-/* Nested: cleared has a sum over ranks per owner. Clear the accumulated gradient of the owners whose sum is not 0. 1: some
- * owner that trains, or has a frozen share, is not cleared; 0: all are, and the accumulated gradient is dropped; -1. */
+/* Nested: cleared[owners.n] are sums over the ranks of fp_flat_param.cleared. Clear the accumulated gradient of the owners
+ * whose sum is not 0. 1: an owner that trains, or has a frozen share, is not cleared; 0: all are cleared, and the accumulated
+ * gradient is dropped; -1. */
 int fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared);
 /* Replace the accumulated gradient, without showing it. accumulated: None, or a tensor that
  * fp_flat_buffer_check_accumulated() has checked. frozen_share: a tuple of bools, one per owner. A reduced gradient that

@@ -1,7 +1,7 @@
-/* runtime/fp_forward.h -- methods of _C.Unit that the wrapper calls around a module's forward: pre, the module's forward,
- * post; after an exception abort. The docstrings in fp_unit.c say what each does. A second thread is refused with
- * RuntimeError while the first is in a forward or backward of the model. After an exception the wrapper calls
- * fp_forward_abort(), which recovers the model when the outermost forward is left. */
+/* runtime/fp_forward.h -- methods of _C.Unit that the wrapper calls around a module's forward: pre, the module's forward, post.
+ * The docstrings are in fp_unit.c. A second thread is refused with RuntimeError while the first is in a forward or backward of
+ * the model. After an exception the wrapper calls fp_forward_abort(), which recovers the model when the outermost forward is
+ * left. */
 #pragma once
 
 #include "runtime/fp_types.h"

@@ -25,7 +25,7 @@ int fp_fresh_may_gather_ahead(const fp_unit *unit);
 void fp_fresh_learn(fp_unit *unit);
 /* 1: when the next forward of the model begins, the ranks tell each other what they have noted. */
 int fp_fresh_is_learned_next(const fp_unit *unit);
-/* They have: written is 1 if some rank saw such a write. */
+/* The ranks have told each other. written: 1 if some rank saw such a write. */
 void fp_fresh_end_learning(fp_unit *unit, int written);
 /* Watch again from the next forward on. All ranks must call it together. */
 void fp_fresh_forget_learned(fp_unit *unit);

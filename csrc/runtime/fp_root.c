@@ -184,41 +184,48 @@ root_awaits_backward(const fp_root *root, void *ignored)
 
 static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
-     "tell($self, model_traces, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
+     "tell($self, model_traces, /)\n--\n\n"
+     "Tell model_traces, a tuple of ModelTrace, from now on where passes begin and backwards end."},
     {"begin_no_sync", FP_METHOD(root_begin_no_sync), METH_O,
-     "begin_no_sync($self, block, /)\n--\n\nGradients are kept and not reduced until block, an empty list, is ended."},
+     "begin_no_sync($self, block, /)\n--\n\n"
+     "Accumulate gradients, and do not reduce them, until end_no_sync() is called with block, an empty list."},
     {"end_no_sync", FP_METHOD(root_end_no_sync), METH_O,
-     "end_no_sync($self, block, /)\n--\n\nWhat begin_no_sync() began with block ends, if it has not ended yet."},
+     "end_no_sync($self, block, /)\n--\n\nEnd the block of begin_no_sync(block), unless it has ended."},
     {"end_all_no_sync", FP_METHOD(root_end_all_no_sync), METH_NOARGS,
-     "end_all_no_sync($self, /)\n--\n\nNo block is open any more; end_no_sync() of one that was does nothing."},
+     "end_all_no_sync($self, /)\n--\n\nEnd all blocks. A later end_no_sync() of one of them does nothing."},
     {"recover", FP_METHOD(root_recover), METH_NOARGS,
-     "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
-     "then."},
+     "recover($self, /)\n--\n\n"
+     "Forget everything that an interrupted pass has left. Afterwards every unit is IDLE and SHARDED. "
+     "RuntimeError if another thread is in a forward or backward of the model."},
     {"refresh", FP_METHOD(root_refresh), METH_NOARGS,
-     "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units with a secondary shard. A "
-     "collective call."},
+     "refresh($self, /)\n--\n\n"
+     "Gather the stale units with a secondary shard from the shards, and free them again. A collective call. "
+     "RuntimeError while a forward or backward is under way."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef root_getset[] = {
     {"awaits_backward", FP_GETTER(root_awaits_backward), NULL,
-     "Whether a forward has run, and no backward has ended since: a backward then belongs to its pass.", NULL},
+     "Whether a forward has run and no backward has ended since: a backward then belongs to its pass.", NULL},
     {"state", FP_GETTER(root_state), NULL,
-     "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
+     "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception has ended a backward, and the next pass recovers.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef root_members[] = {
-    {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
+    {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0,
+     "1: every collective goes through the object collectives."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot root_slots[] = {
-    {Py_tp_doc,
-     "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
-     "What the units of one tree share: the pass that is under way and its order.\n\n"
-     "backward_prefetch: 0 none, 1 before a unit's backward, 2 after it; watched: ((dict, name, function), ...):\n"
-     "collectives go through the object collectives once one of them is another function."},
+    {Py_tp_doc, "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
+                "What the units of a model share: the groups, the iteration under way, the collectives.\n\n"
+                "backward_prefetch: 0: none; 1: gather the next unit before a unit's backward; 2: after it.\n"
+                "forward_prefetch: gather the next unit while a unit computes.\n"
+                "watched: ((dict, name, function), ...): collectives go through the object collectives once a user "
+                "has replaced one.\n"
+                "find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict."},
     {Py_tp_new, root_new},
     {Py_tp_dealloc, root_dealloc},
     {Py_tp_traverse, root_traverse},

@@ -1,4 +1,4 @@
-/* runtime/fp_root.h -- the heap type _C.Root: what the units of a model share (struct fp_root in fp_types.h). Python makes
+/* runtime/fp_root.h -- the heap type _C.Root, which the units of a model share (struct fp_root in fp_types.h). Python makes
  * one for each outermost wrapper; units join it by Unit.join() and own it. */
 #pragma once
 

@@ -237,52 +237,55 @@ set_trace_broken(trace_object *self, PyObject *value, void *ignored)
 
 static PyMethodDef trace_methods[] = {
     {"note", FP_METHOD(trace_note), METH_FASTCALL,
-     "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
+     "note($self, event, new_pass, /)\n--\n\n"
+     "Note an event that is about to begin, and call agree() unless it was expected. If agree() raises, it must not "
+     "begin."},
     {"begin", FP_METHOD(trace_begin), METH_NOARGS,
-     "begin($self, /)\n--\n\nThe event that was noted last has begun. An event of which this was not said when the "
-     "next "
-     "one comes was missed."},
+     "begin($self, /)\n--\n\n"
+     "The event that was noted last has begun. Without this call before the next event it counts as missed."},
     {"launch", FP_METHOD(trace_launch), METH_NOARGS,
-     "launch($self, /)\n--\n\nIt is begun by code that an exception may leave before or after that."},
+     "launch($self, /)\n--\n\n"
+     "The event that was noted last is begun by code that an exception may leave before or after the begin."},
     {"has_begun", FP_METHOD(trace_has_begun), METH_O,
-     "has_begun($self, index, /)\n--\n\nWhether the event with this index has begun; False also: not yet or too old."},
+     "has_begun($self, index, /)\n--\n\n"
+     "Return whether the event of this index has begun. False also if it is not noted yet, or too old."},
     {"confirm_not_begun", FP_METHOD(trace_confirm_not_begun), METH_NOARGS,
-     "confirm_not_begun($self, /)\n--\n\nIt is known that no rank has begun what this one has missed."},
+     "confirm_not_begun($self, /)\n--\n\nForget the missed events: it is known that no rank has begun them."},
     {"at", FP_METHOD(trace_at), METH_O,
-     "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
+     "at($self, index, /)\n--\n\n"
+     "Return (event, new_pass) of this index, counted from 0; None if it is not noted yet, or too old."},
     {"join", FP_METHOD(trace_join), METH_O,
-     "join($self, other, /)\n--\n\nWhere HealthBoard.watch() breaks this one, it breaks the other one, too."},
+     "join($self, other, /)\n--\n\nBreak other, a CollectiveTrace, too, when HealthBoard.watch() breaks this one."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef trace_getset[] = {
-    {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
-    {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
+    {"count", FP_GETTER(trace_count), NULL, "Number of events that were noted.", NULL},
+    {"passes", FP_GETTER(trace_passes), NULL, "Number of passes that these events have begun.", NULL},
     {"missed", FP_GETTER(trace_missed), NULL,
-     "Events that were missed since the last confirm_not_begun(): (index of the first, digest of all, 0: one was "
-     "launched); None: "
-     "none. Each event "
-     "asks "
-     "then.",
+     "(index of the first, digest of all) of the events that were missed since the last confirm_not_begun(); None: no "
+     "event. "
+     "The digest is 0 if it is unknown whether one of them has begun. While there are any, each event calls agree().",
      NULL},
     {"broken", FP_GETTER(trace_broken), (setter)(void (*)(void))set_trace_broken,
-     "TRACE_BROKEN: the ranks do not agree, or one is lost; each event asks then. TRACE_LOST: and something waited for "
-     "a collective that was aborted, and has no values. Else 0.",
+     "TRACE_BROKEN: ranks differ, or one is lost; each event calls agree() then. "
+     "TRACE_LOST: the same, and a collective was aborted, so its tensors have no values. Else 0.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef trace_members[] = {
-    {"always", Py_T_INT, offsetof(trace_object, always), 0, "1: each event asks, expected or not."},
+    {"always", Py_T_INT, offsetof(trace_object, always), 0, "1: each event calls agree(), expected or not."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot trace_slots[] = {
     {Py_tp_doc, "CollectiveTrace(agree, waiting, failed)\n--\n\n"
-                "The collectives over one group, in the order of this process.\n\nagree(index, event, new_pass, alone) "
-                "is called before one that was not to be expected; alone: 1 if ranks that did\nas expected do not call "
-                "it, 2 if this rank did. waiting() is called a few times a second while one is waited "
-                "for,\nfailed(message) when one has failed."},
+                "The collectives over one group in the order of this process, and the prediction of the next "
+                "one.\n\nagree(index, event, new_pass, alone): called before an event that was not expected.\n"
+                "alone: 0: no event was expected; 1: another event was: ranks that do as expected do not call "
+                "agree(); 2: this event was.\nwaiting(): called several times a second during a wait.\n"
+                "failed(message): called when a collective has failed."},
     {Py_tp_new, trace_new},
     {Py_tp_dealloc, trace_dealloc},
     {Py_tp_traverse, trace_traverse},
@@ -421,9 +424,8 @@ fp_model_trace_check(PyObject *object)
 }
 
 static PyType_Slot model_trace_slots[] = {
-    {Py_tp_doc,
-     "ModelTrace(trace)\n--\n\nOne model at trace, a CollectiveTrace that models of a group share: whose passes they "
-     "are."},
+    {Py_tp_doc, "ModelTrace(trace)\n--\n\n"
+                "The passes of one model in trace, a CollectiveTrace that the models of a group share."},
     {Py_tp_new, model_trace_new},
     {Py_tp_dealloc, model_trace_dealloc},
     {Py_tp_traverse, model_trace_traverse},

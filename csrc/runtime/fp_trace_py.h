@@ -12,7 +12,7 @@ fp_trace *fp_trace_of(PyObject *object);          /* borrowed from a CollectiveT
 int fp_model_trace_check(PyObject *object);       /* 1: object is a ModelTrace; 0 */
 extern const fp_group_calls fp_model_trace_calls; /* for fp_group_watch() with a ModelTrace */
 
-/* Tell a ModelTrace that a pass begins; that its backward has ended. keeps: 1 if no_sync() has accumulated its gradients. They
- * cannot fail. */
+/* Tell a ModelTrace that a pass begins; that the backward of the pass has ended. keeps: 1 if no_sync() has accumulated its
+ * gradients. They cannot fail. */
 void fp_model_trace_begin_pass(PyObject *trace);
 void fp_model_trace_end_backward(PyObject *trace, int keeps);

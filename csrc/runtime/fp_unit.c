@@ -395,114 +395,133 @@ unit_views(const fp_unit *unit, PyObject *ignored)
 }
 
 static PyMethodDef unit_methods[] = {
-    {"join", FP_METHOD(unit_join), METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
+    {"join", FP_METHOD(unit_join), METH_O,
+     "join($self, root, /)\n--\n\nJoin the units that share root, and leave the present root. "
+     "RuntimeError while a forward or backward is under way."},
     {"follow", FP_METHOD(unit_follow), METH_FASTCALL,
-     "follow($self, which, model_trace, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
-     "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
-     "that refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell "
-     "it also while one is waited for."},
+     "follow($self, which, model_trace, number, sliced, /)\n--\n\n"
+     "Tell model_trace, a ModelTrace, of the collectives over one of the groups.\n\n"
+     "which: _C.GROUP_SHARD and so on; _C.GROUPS + one of them sets a second ModelTrace of that group. "
+     "number: the id of the unit in events; flat parameter k has number + k. "
+     "sliced: call the trace several times a second during a wait, too."},
     {"pre_forward", FP_METHOD(fp_forward_pre), METH_NOARGS,
-     "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
+     "pre_forward($self, /)\n--\n\nGather, and give the modules the views. The outermost unit begins a pass."},
     {"post_forward", FP_METHOD(fp_forward_post), METH_O,
-     "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
-     "output."},
+     "post_forward($self, output, /)\n--\n\n"
+     "Put hooks on the tensors in output, and free the data unless a backward or a setting needs it. Return output."},
     {"abort_forward", FP_METHOD(fp_forward_abort), METH_NOARGS,
-     "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
+     "abort_forward($self, /)\n--\n\n"
+     "Call it in place of post_forward(), or after it, if there was an exception. The outermost unit recovers the "
+     "model."},
     {"expect_inputs", FP_METHOD(fp_forward_expect_inputs), METH_O,
-     "expect_inputs($self, tensors, /)\n--\n\nA forward with these inputs begins. What is frozen is freed when a "
-     "backward "
-     "has the gradients of all that require grad, or at its end where one of them was computed by nothing."},
+     "expect_inputs($self, tensors, /)\n--\n\nA forward with these inputs, a list of tensors, begins. "
+     "Frozen data is freed when a backward has the gradients of all inputs that require grad, or at the end of the "
+     "backward."},
     {"release", FP_METHOD(unit_release), METH_NOARGS,
-     "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
+     "release($self, /)\n--\n\n"
+     "Wait for a gather, free the unsharded data, and give the modules the original parameters."},
     {"make_views", FP_METHOD(unit_make_views), METH_NOARGS,
-     "make_views($self, /)\n--\n\nMake the views for the shard's dtype and device; with no original parameters, let "
-     "the modules have them."},
+     "make_views($self, /)\n--\n\n"
+     "Make views that fit the dtype and device of the shards. Without original parameters the modules get them."},
     {"put", FP_METHOD(unit_put), METH_O,
-     "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
+     "put($self, views, /)\n--\n\n"
+     "Give the modules the views (True) or the original parameters (False), whatever they have now."},
     {"sync_user_writes", FP_METHOD(unit_sync_user_writes), METH_NOARGS,
-     "sync_user_writes($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put "
-     "in their place, into the shards. Returns whether there was any."},
+     "sync_user_writes($self, /)\n--\n\n"
+     "Between passes: copy into the shards what users wrote to parameters and views, or put in their place. "
+     "Return whether a user had."},
     {"alias_params", FP_METHOD(unit_alias_params), METH_NOARGS,
-     "alias_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
+     "alias_params($self, /)\n--\n\nSet the data of the original parameters to their pieces of the shards."},
     {"lie_in", FP_METHOD(unit_lie_in), METH_FASTCALL,
-     "lie_in($self, flat_param, tensors, whole, registered, /)\n--\n\nWhether each of tensors, one an original "
-     "parameter "
-     "(None: "
-     "those), lies at its place in the unsharded tensor whole; registered: and modules have them as parameters."},
+     "lie_in($self, flat_param, tensors, whole, registered, /)\n--\n\n"
+     "Return whether each of tensors, one an original parameter, lies at its place in whole, an unsharded tensor.\n\n"
+     "flat_param: an index. tensors: None for the original parameters. "
+     "registered: the modules must have them as parameters, too."},
     {"adopt", FP_METHOD(unit_adopt), METH_FASTCALL,
-     "adopt($self, flat_param, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there "
-     "was."},
+     "adopt($self, flat_param, index, param, /)\n--\n\n"
+     "Replace original parameter index of the flat parameter of index flat_param by param. "
+     "IndexError, TypeError. The gathered data counts as out of date."},
     {"invalidate", FP_METHOD(unit_invalidate), METH_NOARGS,
-     "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
+     "invalidate($self, /)\n--\n\nThe shards were written: the gathered data counts as out of date."},
     {"compute_in_full", FP_METHOD(unit_compute_in_full), METH_O,
-     "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
-     "precision, or again in that of each flat parameter."},
+     "compute_in_full($self, in_full, /)\n--\n\n"
+     "Between passes: compute and reduce in the dtype of the shards from now on (True), or in the dtypes of the "
+     "settings (False)."},
     {"average_elsewhere", FP_METHOD(unit_average_elsewhere), METH_NOARGS,
-     "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
+     "average_elsewhere($self, /)\n--\n\n"
+     "Sum gradients over the ranks from now on, and do not average them: a communication hook does it."},
     {"views", FP_METHOD(unit_views), METH_NOARGS,
-     "views($self, /)\n--\n\nThe views of each flat parameter, or the objects that its extension has made of them; "
-     "None before the first gather."},
+     "views($self, /)\n--\n\n"
+     "Return a list with a tuple for each flat parameter: its views, or the objects that an extension has made of "
+     "them. None in place of a tuple before the first gather."},
     {"owner_of", FP_METHOD(unit_owner_of), METH_O,
-     "owner_of($self, view, /)\n--\n\nThe original parameter whose differentiable view this is, or what an extension "
-     "has "
-     "made of that; None: it is none of this unit's."},
+     "owner_of($self, view, /)\n--\n\n"
+     "Return the original parameter whose differentiable view, or object of an extension, this is; None if it is none "
+     "of the unit's."},
     {"note_user_edits", FP_METHOD(unit_note_user_edits), METH_O,
-     "note_user_edits($self, drops_zeros, /)\n--\n\nBetween passes: take over what the user has done to .grad while "
-     "it shows the accumulated gradient. drops_zeros: gradients that were set to zeros in place are dropped; all "
-     "ranks do that alike, or raise. Returns unreduced."},
+     "note_user_edits($self, drops_zeros, /)\n--\n\n"
+     "Between passes: read the edits of users to .grad while it shows the accumulated gradient. Return unreduced.\n\n"
+     "drops_zeros: drop gradients that were set to zeros in place. All ranks pass the same value, or raise."},
     {"accumulated", FP_METHOD(fp_unit_accumulated), METH_NOARGS,
-     "accumulated($self, /)\n--\n\nThe gradient accumulated in no_sync for each flat parameter, or None. It is "
-     "unsharded; nested: this rank's part, added over the ranks that share the secondary shard."},
+     "accumulated($self, /)\n--\n\nReturn a list with the accumulated gradient of each flat parameter, or None. "
+     "It is 1-D and unsharded; nested: this rank's part, summed over the ranks that share the secondary shard."},
     {"show_accumulated", FP_METHOD(fp_unit_show_accumulated), METH_O,
-     "show_accumulated($self, shown, /)\n--\n\nBetween passes: let .grad be the accumulated gradient, or the reduced "
-     "gradient that was put aside for it."},
+     "show_accumulated($self, shown, /)\n--\n\n"
+     "Between passes: let .grad show the accumulated gradient (True), or the deferred reduced gradient again (False)."},
     {"set_accumulated", FP_METHOD(fp_unit_set_accumulated), METH_FASTCALL,
-     "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: replace the accumulated gradients. "
-     "accumulated: a tensor for each flat parameter, as accumulated() gives it, or None. frozen_share: for each flat "
-     "parameter a tuple of bools, whether a parameter is frozen and has a part in it. .grad does not show them."},
+     "set_accumulated($self, accumulated, frozen_share, /)\n--\n\n"
+     "Between passes: replace the accumulated gradients, and do not show them. A refused call changes nothing.\n\n"
+     "accumulated: a tensor for each flat parameter, as accumulated() returns it, or None. "
+     "frozen_share: for each flat parameter a tuple of bools: the parameter is frozen and has a part in it."},
     {"drive", FP_METHOD(fp_by_hand_drive), METH_FASTCALL,
-     "drive($self, leaf, of_shards, of_params, sliced, /)\n--\n\nOnce, of a unit without hooks, whose steps are called "
-     "one by one: leaf, a FlatParameter, gets the gradients of the views. of_shards and of_params watch the gathers "
-     "over "
-     "the two groups: looks = 0 before one; look() every 300 ms of a wait, if sliced; explain(message) for one that "
-     "has "
-     "failed. Returns the unsharded tensor."},
+     "drive($self, leaf, of_shards, of_params, sliced, /)\n--\n\n"
+     "Prepare a unit without hooks, whose steps a driver calls one by one. Return the unsharded tensor. Call it "
+     "once.\n\nleaf: a FlatParameter, which gets the gradient of the views. "
+     "of_shards, of_params: objects that watch the gathers over the two groups. "
+     "looks = False is set before a gather. look() is called every 300 ms of a wait, if sliced; explain(message) after "
+     "a failed one."},
     {"gather", FP_METHOD(fp_by_hand_gather), METH_O,
-     "gather($self, refresh, /)\n--\n\nBy hand: begin to gather, from the shards (refresh) or the secondary shard. "
-     "Returns the unsharded tensor if it is a new one, as the memory of the last one is borrowed; else None."},
+     "gather($self, refresh, /)\n--\n\n"
+     "By hand: begin to gather from the shards (refresh), or from the secondary shards. "
+     "Return the unsharded tensor if it is a new one, because the memory of the last one is borrowed; else None."},
     {"wait", FP_METHOD(fp_by_hand_wait), METH_NOARGS, "wait($self, /)\n--\n\nBy hand: wait for the gather."},
     {"show_views", FP_METHOD(fp_by_hand_show_views), METH_FASTCALL,
-     "show_views($self, tensors, may_replace, /)\n--\n\nBy hand: leaf.data = the unsharded tensor; the modules, and "
-     "the "
-     "list tensors, have its views. may_replace: new ones if a user has put hooks on them."},
+     "show_views($self, tensors, may_replace, /)\n--\n\n"
+     "By hand: set leaf.data to the unsharded tensor, give the modules its views, and put them into the list "
+     "tensors.\n\nmay_replace: make new views if a user has put hooks on them."},
     {"show_whole", FP_METHOD(fp_by_hand_show_whole), METH_O,
-     "show_whole($self, whole, /)\n--\n\nBy hand: leaf.data = whole, and the parameters are whole in it."},
+     "show_whole($self, whole, /)\n--\n\n"
+     "By hand: set leaf.data to whole, a 1-D tensor, and the data of the parameters to their places in it."},
     {"show_shard", FP_METHOD(fp_by_hand_show_shard), METH_O,
-     "show_shard($self, was_whole, /)\n--\n\nBy hand: leaf.data = the shard, and the modules have the parameters. "
-     "was_whole: which become their pieces again."},
+     "show_shard($self, was_whole, /)\n--\n\n"
+     "By hand: set leaf.data to the shard, and give the modules the parameters.\n\n"
+     "was_whole: set the data of the parameters to their pieces of the shard, too."},
     {"take_written", FP_METHOD(fp_by_hand_take_written), METH_NOARGS,
-     "take_written($self, /)\n--\n\nBy hand, after a forward: take what it has written to views into the shard."},
+     "take_written($self, /)\n--\n\nBy hand, after a forward: copy what it wrote to the views into the shard."},
     {"cut_secondary_shard", FP_METHOD(fp_by_hand_cut), METH_NOARGS,
-     "cut_secondary_shard($self, /)\n--\n\nBy hand: copy it from what is gathered, unless there is one; returns it."},
+     "cut_secondary_shard($self, /)\n--\n\n"
+     "By hand: copy the secondary shard from the gathered values, unless there is one. Return it, or None."},
     {"forget_gathered", FP_METHOD(fp_by_hand_forget), METH_NOARGS,
-     "forget_gathered($self, /)\n--\n\nBy hand: what is gathered, and the secondary shard, are out of date."},
+     "forget_gathered($self, /)\n--\n\nBy hand: the gathered values, and the secondary shard, are out of date."},
     {"versions", FP_METHOD(fp_by_hand_versions), METH_NOARGS,
-     "versions($self, /)\n--\n\nBy hand: a number that changes with each write to the shard that torch counts."},
+     "versions($self, /)\n--\n\nBy hand: return a number that changes with each write to the shard that torch counts."},
     {"set_grads_of_views", FP_METHOD(fp_by_hand_set_grads), METH_O,
-     "set_grads_of_views($self, grad, /)\n--\n\nBy hand: .grad of each view = its place in grad."},
+     "set_grads_of_views($self, grad, /)\n--\n\n"
+     "By hand: set .grad of each view to its place in grad, a 1-D unsharded tensor."},
     {"show_sum", FP_METHOD(fp_by_hand_show_sum), METH_O,
-     "show_sum($self, sum, /)\n--\n\nBy hand: .grad shows this accumulated gradient, which is kept; None: leaf.grad "
-     "shows "
-     "the reduced one."},
+     "show_sum($self, sum, /)\n--\n\n"
+     "By hand: let .grad show sum, the accumulated gradient; it is not copied. None: leaf.grad shows the reduced "
+     "gradient."},
     {"read_sum", FP_METHOD(fp_by_hand_read_sum), METH_NOARGS,
-     "read_sum($self, /)\n--\n\nBy hand: take over what the user did to the sum that .grad shows, and show the reduced "
-     "gradient. Returns -1; -2: nothing is left of the sum; else it is dropped, as the gradient of the parameter of "
-     "this "
-     "number was changed so that it cannot count."},
-    {"drop_sum", FP_METHOD(fp_by_hand_drop_sum), METH_NOARGS, "drop_sum($self, /)\n--\n\nBy hand: forget the sum."},
+     "read_sum($self, /)\n--\n\n"
+     "By hand: read the edits of users to the sum that .grad shows, and let .grad show the reduced gradient. "
+     "Return -1; -2 if nothing is left of the sum; else the index of a parameter whose edit cannot count: then the sum "
+     "is dropped."},
+    {"drop_sum", FP_METHOD(fp_by_hand_drop_sum), METH_NOARGS, "drop_sum($self, /)\n--\n\nBy hand: drop the sum."},
     {"add_reduced", FP_METHOD(fp_by_hand_add_reduced), METH_O,
-     "add_reduced($self, reduced, /)\n--\n\nBy hand: add the pieces of a reduced gradient to .grad; leaf.grad shows "
-     "it."},
+     "add_reduced($self, reduced, /)\n--\n\n"
+     "By hand: add the pieces of reduced, the gradient of the shard, to .grad of the parameters, and let leaf.grad "
+     "show it."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -532,37 +551,37 @@ unit_set_text(PyObject *self, PyObject *text, void *closure)
 }
 
 static PyGetSetDef unit_getset[] = {
-    {"name", unit_get_text, unit_set_text, "What messages call the unit.", (void *)(intptr_t)NAME},
+    {"name", unit_get_text, unit_set_text, "The name of the unit in messages.", (void *)(intptr_t)NAME},
     {"is_written", FP_GETTER(unit_any), NULL,
-     "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
+     "Whether a user has changed a view in place, or its data, since the last sync_user_writes().", &ask_written},
     {"has_frozen", FP_GETTER(unit_any), NULL, "Whether a flat parameter has no parameter that requires grad.",
      &ask_frozen},
     {"unreduced", FP_GETTER(unit_any), NULL,
-     "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", &ask_unreduced},
+     "Whether .grad shows an accumulated gradient that must be reduced before an optimizer steps.", &ask_unreduced},
     {"is_gathered", FP_GETTER(fp_by_hand_is_gathered), NULL,
-     "By hand: whether it is gathered, or the gather is under way.", NULL},
-    {"reason", unit_get_text, unit_set_text, "What is said when freed data is used.", (void *)(intptr_t)REASON},
+     "By hand: whether the unit is gathered, or its gather is under way.", NULL},
+    {"reason", unit_get_text, unit_set_text, "The message of the RuntimeError when freed data is read.",
+     (void *)(intptr_t)REASON},
     {"shows_views", FP_GETTER(unit_shows_views), NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef unit_members[] = {
-    {"root", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
+    {"root", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root that the unit has joined, or None."},
     {"suspect", Py_T_INT, offsetof(fp_unit, suspect), 0,
-     "1: the shard may have been written without torch counting it; the next pass compares it with what it has "
-     "gathered."},
+     "1: the shard may have been written without a count by torch; the next pass compares it with the gathered "
+     "values."},
     {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
-     "None, or reduced(index): called when the gradient of a flat parameter was reduced and is in .grad."},
+     "None, or reduced(index): called when .grad has the reduced gradient of the flat parameter of this index."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot unit_slots[] = {
     {Py_tp_doc, "Unit(name, flat_params, reshard_after_forward, on_param_replaced, reason)\n--\n\n"
-                "One unit: its flat parameters, and what happens to them in a forward and a backward.\n\n"
-                "flat_params: a FlatParamSpec for each flat parameter; "
-                "on_param_replaced: called when "
-                "a parameter's data\n"
-                "is not where it was put; reason: what is said when freed data is used."},
+                "One unit: its flat parameters, and its steps in a forward and a backward.\n\n"
+                "flat_params: a FlatParamSpec for each flat parameter.\n"
+                "on_param_replaced(): called when a user has moved a parameter's data, or replaced a parameter.\n"
+                "reason: the message of the RuntimeError when freed data is read."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_finalize, unit_finalize},
@@ -628,16 +647,19 @@ set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 PyMethodDef fp_unit_methods_of_module[] = {
     {"set_grad", FP_METHOD(set_grad), METH_FASTCALL,
-     "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
+     "set_grad($module, tensor, grad, /)\n--\n\n"
+     "Set tensor.grad to grad, a tensor or None, without torch's checks of shape, dtype and device."},
     {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
-     "note_optimizer_step($module, /, *units)\n--\n\nAn optimizer has stepped that holds parameters of these units: "
-     "what is gathered of their models may be out of date. Units that stay full hide that."},
+     "note_optimizer_step($module, /, *units)\n--\n\n"
+     "An optimizer that holds parameters of these units has stepped: the gathered data of their models may be out of "
+     "date. Units that stay gathered hide such data."},
     {"count_registration_hooks", count_registration_hooks, METH_O,
-     "count_registration_hooks($module, more, /)\n--\n\nSo many more global hooks on parameter registration are "
-     "flatparam's own. These need not see what C puts into modules."},
+     "count_registration_hooks($module, more, /)\n--\n\n"
+     "Add more to the number of global hooks on parameter registration that are flatparam's. "
+     "These need not see the values that C puts into modules."},
     {"not_steppable", not_steppable, METH_NOARGS,
-     "not_steppable($module, /)\n--\n\nHow many flat parameters show an accumulated gradient that is to be reduced, "
-     "or of "
-     "another dtype than theirs."},
+     "not_steppable($module, /)\n--\n\n"
+     "Return the number of flat parameters whose .grad an optimizer must not step with: it is not reduced, or has "
+     "another dtype."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,5 +1,5 @@
-/* runtime/fp_unit_accumulated.h -- methods of _C.Unit for the accumulated gradients of a unit. Each works on a list with one item a flat parameter; None: nothing is kept. The docstrings are in
- * fp_unit.c. */
+/* runtime/fp_unit_accumulated.h -- methods of _C.Unit for the accumulated gradients of a unit. A list has one item a flat
+ * parameter; None: it has no accumulated gradient. Called between passes. The docstrings are in fp_unit.c. */
 #pragma once
 
 #include "runtime/fp_types.h"

@@ -54,8 +54,8 @@ set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::st
     if (requires_grad) {
         base.register_hook([unit](const at::Tensor &) {
             TORCH_CHECK(false, unit,
-                        ": what its parameters are views of (`_base`) was computed with, and its gradient would be "
-                        "lost: compute with the parameters");
+                        ": the base of its parameters (`_base`) was computed with, and the gradient of the base would "
+                        "be lost: compute with the parameters");
         });
     }
 }

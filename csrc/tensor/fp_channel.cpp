@@ -58,7 +58,7 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
-// Tell each watcher `what` of the announced collective: begun, or launched.
+// Tell each watcher that the announced collective has begun, or was launched: `what` is that function.
 void
 tell(const fp_group &group, void (*fp_group_calls::*what)(PyObject *watcher))
 {
@@ -248,7 +248,7 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
     tell(group, &fp_group_calls::begun);
 }
 
-// Wait one slice; whether the work has ended. Throws what the work raises.
+// Wait one slice. Returns whether the work has ended. Throws the exception of the work.
 static bool
 wait_a_while(c10d::Work &work)
 {
@@ -475,7 +475,8 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         TORCH_CHECK(
             !fp::is_captured(device),
             "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
-            "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
+            "other which secondary shards are stale and which gradients there are, and a graph that is replayed asks "
+            "nobody");
         sum->group = group;
         const bool on_host = group->host != nullptr;
         sum->sliced = on_host || group->sliced;

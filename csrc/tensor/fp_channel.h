@@ -52,7 +52,7 @@ enum {
     FP_EVENT_SCALES = 7,
     FP_EVENT_AGREES_ON_GRADIENTS = 8, /* the consensus of a backward */
     FP_EVENT_EXCHANGES = 9,           /* a setup collective, of no unit: number is its purpose */
-    FP_EVENT_LEARNS = 10,             /* the consensus of a forward on what forwards write to units before their turn */
+    FP_EVENT_LEARNS = 10,             /* the consensus on the units to which forwards write before their turn */
     FP_EVENT_KINDS = 11
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };

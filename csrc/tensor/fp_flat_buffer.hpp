@@ -152,8 +152,8 @@ void change_version(fp_flat_buffer &flat, PyObject *const *views);
 
 // ---- fp_offload.cpp ----
 
-// If the accumulated gradient lies in host memory, make accumulator, which is undefined, a copy of it on the device. The current
-// stream waits for the copy.
+// If the accumulated gradient lies in host memory, let accumulator, which is undefined, be a copy of it on the device. The
+// current stream waits for the copy.
 void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
 // Drop the copy on the device that was started ahead for reload(). The current stream waits for it, as it may use the memory

@@ -207,8 +207,8 @@ void
 wait_until(std::optional<Mark> &mark)
 {
     if (mark && !mark->is_void()) {
-        TORCH_CHECK(mark->capture == 0, "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
-                                        "the host waits for the device: leave out CPUOffload and offload_grads");
+        TORCH_CHECK(mark->capture == 0, "flatparam: copies to the host cannot be captured into a CUDA graph, as the "
+                                        "host waits for the device: leave out CPUOffload and offload_grads");
         const WithoutGil released;
         const SparedCaptures spared(mark->event.device());
         if (!mark->event.query()) {

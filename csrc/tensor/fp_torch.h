@@ -149,9 +149,9 @@ int fp_torch_digest(PyObject *tensor, uint64_t *out);
  * frees and fills the storage, it leaves this memory to the borrower from now on, and takes other memory for itself.
  * 1: noted; 0: flatparam does not free this storage, or the object is no tensor; -1. */
 int fp_torch_lend(PyObject *tensor);
-/* A new capsule for torch.Tensor.__dlpack_c_exchange_api__. It calls fp_torch_lend() for each tensor that is exported through it,
- * and otherwise does what capsule does. Returns capsule itself if fp_borrowed.cpp does not know its version, or if it does
- * this already. */
+/* A new capsule for torch.Tensor.__dlpack_c_exchange_api__. It calls fp_torch_lend() for each tensor that is exported through
+ * it, and is like capsule otherwise. Returns capsule itself if fp_borrowed.cpp does not know its version, or if it does this
+ * already. */
 PyObject *fp_torch_lending_exchange(PyObject *capsule);
 
 FP_END_C
