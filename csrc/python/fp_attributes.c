@@ -228,8 +228,8 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
     return status < 0 ? -1 : 1;
 }
 
-/* delattr if there is an attribute, then setattr, as torch does for a class of any kind. A plain attribute that is a Parameter, as
- * a frozen one of a subclass is, is set by object's setattr: that of nn.Module would list it among the parameters. */
+/* delattr if there is an attribute, then setattr, as torch does for a class of any kind. A plain attribute that is a Parameter
+ * (a frozen one of a subclass) is set by object's setattr: that of nn.Module would list it among the parameters. */
 static int
 put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place)
 {

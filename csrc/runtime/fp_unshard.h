@@ -1,8 +1,8 @@
 /* runtime/fp_unshard.h -- the unsharded data of a unit: its views, its gathers, the writes of users to it, its end.
  *
  * fp_unit.state is the state of this data: fp_unit_state in core/fp_state.h. Gathers of one group are issued in one order on
- * all ranks, so callers start them where control flow is the same on all ranks. Functions give 0, or -1 with an exception, unless
- * they say more. Waits for a collective give up the GIL. */
+ * all ranks, so callers start them where control flow is the same on all ranks. Functions give 0, or -1 with an exception,
+ * unless they say more. Waits for a collective give up the GIL. */
 #pragma once
 
 #include "runtime/fp_types.h"

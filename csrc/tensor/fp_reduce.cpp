@@ -492,10 +492,10 @@ fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_obj
         const int64_t numel = flat->outer_group != nullptr ? flat->part_numel() : flat->geometry->total;
         const at::ScalarType dtype = flat->accumulated_dtype_of(shard);
         const c10::Device device = flat->unsharded.device();
-        TORCH_CHECK_TYPE(fp::is_plain_tensor(grad), name, ": expected a plain dense tensor as kept gradient");
+        TORCH_CHECK_TYPE(fp::is_plain_tensor(grad), name, ": expected a plain dense tensor as accumulated gradient");
         TORCH_CHECK_VALUE(grad.dim() == 1 && grad.numel() == numel && grad.is_contiguous() &&
                               grad.scalar_type() == dtype && grad.device() == device,
-                          name, ": expected a kept gradient of shape [", numel, "] and ", dtype, " on ", device,
+                          name, ": expected an accumulated gradient of shape [", numel, "] and ", dtype, " on ", device,
                           ", got ", grad.sizes(), " and ", grad.scalar_type(), " on ", grad.device());
     });
 }

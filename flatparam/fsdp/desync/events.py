@@ -14,7 +14,7 @@ _KINDS = {
     _C.EVENT_GATHERS: "gathers",
     _C.EVENT_REDUCES: "reduces the gradients of",
     _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
-    _C.EVENT_REDUCES_ACCUMULATED: "reduces the gradients, and those kept in no_sync, of",
+    _C.EVENT_REDUCES_ACCUMULATED: "reduces the gradients, and those accumulated in no_sync, of",
     _C.EVENT_AGREES: "compares changes of",
     _C.EVENT_AGREES_ON_GRADIENTS: "compares, to reduce them, which gradients there are of",
     _C.EVENT_CLIPS: "clips the gradients of",

@@ -72,7 +72,7 @@ def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
     floating = {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
     in_full = bool(floating) and all(floating == {flat_param.flat.dtype} for flat_param in kept)
     in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # autocast takes both dtypes
-    said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the masters: {in_full}") for each in kept]
+    said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the shards: {in_full}") for each in kept]
     for group in wrappers[0]._placement.compared:
         check_described(said, None, group)
     for flat_param in kept:
