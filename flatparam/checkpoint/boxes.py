@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from torch import Tensor
@@ -66,21 +67,25 @@ def reads_of(key: str, chunks: Iterable[Chunk], dense: Dense, start: int, flat: 
     return found
 
 
+def lies_in(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the box at ``offsets`` of ``sizes`` lies in a tensor of ``shape``."""
+    fits = len(shape) == len(offsets) == len(sizes)
+    return fits and all(at + size <= end for at, size, end in zip(offsets, sizes, shape, strict=True))
+
+
 def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
-    """Raises: CheckpointError unless ``chunks`` have one shape and dtype and cover that shape without an overlap."""
+    """Raises: CheckpointError unless ``chunks`` have one shape and dtype and cover that shape without an overlap.
+
+    Each box lies in its shape: those who read its offsets and sizes from a file have checked it.
+    """
     first = chunks[0]
     for chunk in chunks:
-        if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
+        if chunk.shape != first.shape or chunk.dtype != first.dtype:
             raise CheckpointError(
                 f"{chunk.file}: `{key}` has shape {chunk.shape} and dtype {chunk.dtype}, in {first.file} "
                 f"{first.shape} and {first.dtype}"
             )
-    for chunk in chunks:
-        if any(at + size > end for at, size, end in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)):
-            raise CheckpointError(
-                f"{chunk.file}: `{key}` of shape {chunk.shape} has a box at {chunk.offsets} of sizes {chunk.sizes}"
-            )
-    twice = _overlap([chunk for chunk in chunks if math.prod(chunk.sizes)])
+    twice = _overlap([chunk for chunk in chunks if 0 not in chunk.sizes])
     if twice is not None:
         raise CheckpointError(
             f"`{key}` of shape {first.shape} has elements twice in the files: at {twice[0].offsets} in {twice[0].file} "
@@ -92,15 +97,21 @@ def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
 
 
 def _overlap(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two of ``chunks`` that share elements; None: no two do. A sweep along the dimension with most offsets."""
-    if len(chunks) < 2 or not chunks[0].shape:
-        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
-    d = max(range(len(chunks[0].shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    here: list[Chunk] = []  # boxes that reach the current offset along d
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[d]):
-        here = [one for one in here if one.offsets[d] + one.sizes[d] > chunk.offsets[d]]
-        for one in here:
+    """Return two of ``chunks`` that share elements; None: no two do.
+
+    A sweep over the elements, which are numbered with the dimension outermost that has most offsets.
+    """
+    if len(chunks) < 2:
+        return None
+    strides, numel = [0] * len(chunks[0].shape), 1
+    for d in sorted(range(len(strides)), key=lambda d: len({chunk.offsets[d] for chunk in chunks})):
+        strides[d], numel = numel, numel * chunks[0].shape[d]
+    here: list[tuple[int, Chunk]] = []  # (number of its last element, box) for boxes that reach the current element
+    for begin, i in sorted((sum(map(mul, chunk.offsets, strides)), i) for i, chunk in enumerate(chunks)):
+        chunk = chunks[i]
+        here = [(last, one) for last, one in here if last >= begin]
+        for _, one in here:
             if intersection(Box(one.offsets, one.sizes), chunk.offsets, chunk.sizes) is not None:
                 return one, chunk
-        here.append(chunk)
+        here.append((begin + sum(map(mul, chunk.sizes, strides)) - sum(strides), chunk))
     return None

@@ -40,7 +40,7 @@ from ..fsdp.states.safetensors_files import (
     open_file,
     sample_of,
 )
-from .boxes import Read
+from .boxes import Read, lies_in
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .reading import Look, Source
@@ -268,7 +268,7 @@ class Pickled(Foreign):
                 dtype = NAMES[told.properties.dtype]
                 shape, offsets, sizes = tuple(told.size), tuple(box.offsets), tuple(box.sizes)
                 fits = is_shape(shape) and is_shape(sizes) and all(map(is_size, offsets))
-                if not (fits and len(shape) == len(offsets) == len(sizes)):
+                if not (fits and lies_in(shape, offsets, sizes)):
                     raise ValueError(f"`{name}` of shape {shape} has a box at {offsets} of sizes {sizes}")
                 chunk = Stored(place.file, dtype, shape, offsets, sizes, place.begin, None, place.length)
                 tensors.setdefault(name, []).append(chunk)

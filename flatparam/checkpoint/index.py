@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fsdp.states.safetensors_files import DTYPES, MOST_HEADER_BYTES, FileError, json_object, open_file
+from .boxes import lies_in
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk, naming, sync_folder
 from .schema import INDEX, misfit
@@ -99,10 +100,7 @@ class Index:
 
 def _check_chunk(key: str, chunk: Chunk, size: int) -> None:
     """Raises: ValueError for a box that exceeds its tensor or its file of ``size`` bytes, or lacks a checksum."""
-    dims = {len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}
-    if len(dims) > 1 or any(
-        at + count > end for at, count, end in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
-    ):
+    if not lies_in(chunk.shape, chunk.offsets, chunk.sizes):
         raise ValueError(f"`{key}` of shape {chunk.shape} has a box at {chunk.offsets} of sizes {chunk.sizes}")
     dtype = DTYPES.get(chunk.dtype)
     count = 0 if dtype is None else math.prod(chunk.sizes) * dtype.itemsize

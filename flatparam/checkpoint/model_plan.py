@@ -80,7 +80,8 @@ class ModelPlan:
             if of_base is not None:
                 self.base[one] = of_base
             elif here:
-                self._plan_reads(one, here[:1] if here[0] in own else here, chunks_of, into(one))
+                target = into(one) if one.numel else None
+                self._plan_reads(one, here[:1] if here[0] in own else here, chunks_of, target)
             else:
                 self.missing.append(one.name)
         self.unexpected = [name for name in source.model if name not in known]
@@ -94,16 +95,18 @@ class ModelPlan:
             check_names(base, self.base, known, strict)
 
     def _plan_reads(
-        self, one: LocalParam, names: list[str], chunks_of: Mapping[str, list[Chunk]], into: Tensor
+        self, one: LocalParam, names: list[str], chunks_of: Mapping[str, list[Chunk]], into: Tensor | None
     ) -> None:
+        dtype = (one.owner if into is None else into).dtype
         for name in names:
-            check_fits(name, chunks_of[name], one.shape, one.flat.dtype)
+            check_fits(name, chunks_of[name], one.shape, dtype)
         self.names[one] = names
         chunks = chunks_of[names[0]]
-        self.reads += reads_of(names[0], chunks, one.dense, one.start, into)
+        if into is not None:
+            self.reads += reads_of(names[0], chunks, one.dense, one.start, into)
         stored = chunks[0].torch_dtype(names[0])
-        if rounds(stored, one.flat.dtype):
-            self.rounded.append((names[0], stored, one.flat.dtype))
+        if rounds(stored, dtype):
+            self.rounded.append((names[0], stored, dtype))
 
     def check_tied(self, source: Source) -> None:
         """Raises: CheckpointError, if two names of one parameter have different values in the files."""

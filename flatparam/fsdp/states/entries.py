@@ -24,16 +24,18 @@ from ..unit.local_params import UnitParam, params_of
 from ..unit.unit import Unit
 from .rows import is_rows
 
-Take = Callable[[UnitParam, Tensor], Any]  # makes an entry of a state dict from a whole parameter
-
 _OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
 
 
-def own_params(unit: Unit, prefix: str) -> Iterator[tuple[str, UnitParam]]:
-    """Yield ``(key, parameter)`` for every FQN of the unit. A tied parameter has several: they are its ``names``."""
-    for param in params_of(unit, [prefix[:-1]], str):
-        for key in param.names:
-            yield key, param
+def own_params(unit: Unit, prefix: str) -> list[UnitParam]:
+    """Return the parameters of the unit. Their ``names`` are keys of the state dict; a tied one has several."""
+    return list(params_of(unit, [prefix[:-1]], str))
+
+
+def _own_keys(unit: Unit, prefix: str) -> list[str]:
+    """Return the names of ``own_params``, without the time that it takes to make a UnitParam."""
+    originals = (original for flat_param in unit.flat_params for original in flat_param.originals)
+    return [prefix + fqn for original in originals for fqn in original.fqns]
 
 
 def is_own(value: Any, param: UnitParam) -> bool:
@@ -51,26 +53,28 @@ def is_own(value: Any, param: UnitParam) -> bool:
     return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else param.is_sharded)
 
 
-def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
-    """Replace each entry of a parameter of ``unit`` with the result of ``take``. ``take`` None: drop the entries.
+def take_own(
+    unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Callable[[str, Tensor], Any] | None
+) -> None:
+    """Replace each entry of a parameter of ``unit`` with ``take(key, value)``. ``take`` None: drop the entries.
 
     The values in ``destination`` are whole parameters. They may be views of a flat buffer that is freed afterwards.
     """
-    for key, param in own_params(unit, prefix):
+    for key in _own_keys(unit, prefix):
         value = destination.get(key)
         if not isinstance(value, Tensor):
             continue
         if take is None:
             del destination[key]
             continue
-        taken = take(param, value.detach())
+        taken = take(key, value)
         is_parameter = keep_vars and type(taken) is Tensor
         destination[key] = nn.Parameter(taken, requires_grad=value.requires_grad) if is_parameter else taken
 
 
 def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool) -> None:
     """Local form: replace the entries of the original parameters with one ShardedTensor for each flat parameter."""
-    for key, _ in own_params(unit, prefix):
+    for key in _own_keys(unit, prefix):
         destination.pop(key, None)
     for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
         destination[prefix + name] = _as_sharded(flat_param, to_cpu)
@@ -122,9 +126,9 @@ def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
         if not flat_param.use_orig_params:
             state[key] = shard
             continue
-        for fqn_key, param in own_params(unit, prefix):
-            if param.flat_param is flat_param:
-                state[fqn_key] = param.shard_slice.of(shard).view(param.original.param.shape)
+        for here in flat_param.shard_slices():
+            piece = here.of(shard).view(here.original.param.shape)
+            state.update((prefix + fqn, piece) for fqn in here.original.fqns)
 
 
 def _shard_of(key: str, flat_param: FlatParam, value: Any) -> Tensor:

@@ -26,7 +26,7 @@ from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..sharding.parameters import Name, ParamInfo
 from ..sharding.unit_description import digest_of
 from ..unit.base import Wrapper
-from ..unit.local_params import LocalParam, UnitParam, params_of
+from ..unit.local_params import LocalParam, UnitParam
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
 from .entries import is_own, own_params, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
@@ -117,11 +117,11 @@ def _add_own(wrapper: Wrapper, kwargs: dict[str, Any], prefix: str, kind: StateD
     to_cpu = config.offload_to_cpu
     drops = getattr(config, "rank0_only", False) and wrapper._placement.rank != 0
 
-    def take(param: UnitParam, value: Tensor) -> Any:
-        is_cut = kind is StateDictType.SHARDED_STATE_DICT
-        return cut_rows(param, value, to_cpu=to_cpu) if is_cut else copy_of(value, to_cpu)
+    def take(key: str, value: Tensor) -> Any:
+        return cut_rows(params[key], value, to_cpu=to_cpu) if params else copy_of(value, to_cpu)
 
-    whole = kind is StateDictType.FULL_STATE_DICT
+    is_cut, whole = kind is StateDictType.SHARDED_STATE_DICT, kind is StateDictType.FULL_STATE_DICT
+    params = {key: param for param in own_params(unit, prefix) for key in param.names} if is_cut else {}
     on_host = whole and to_cpu and unit.options.device is not None  # the shards lie on the host
     with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
         super(Wrapper, wrapper).state_dict(**kwargs)
@@ -281,11 +281,12 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
             unit.core.put(False)
         return
     prefix += FSDP_PREFIX
-    params = [(key, param) for key, param in own_params(unit, prefix) if key in state_dict]
-    own = [key for key, param in params if is_own(state_dict[key], param)]
+    params = own_params(unit, prefix)
+    given = [(key, param) for param in params for key in param.names if key in state_dict]
+    own = [key for key, param in given if is_own(state_dict[key], param)]
     for key in own:  # loading the parameter into itself is no change
         del state_dict[key]
-    rows = [(key, param) for key, param in params if is_rows(state_dict.get(key))]
+    rows = [(key, param) for key, param in given if is_rows(state_dict.get(key))]
     if rows or kind is StateDictType.SHARDED_STATE_DICT:
         # load_state_dict has compared it, but a hook of an outer module may have changed entries on one rank alone
         agree_on_rows("load_state_dict", [unit], _checked_rows(rows, state_dict))
@@ -294,7 +295,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
     loading.enter()
-    module._watched = _Watched(unit, prefix, own, state_dict)
+    module._watched = _Watched(unit, params, own, state_dict)
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
@@ -322,9 +323,8 @@ class _Watched:
     parameters themselves.
     """
 
-    def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
-        self.unit, self.own = unit, own
-        self._params = list(params_of(unit, [prefix[:-1]], str))
+    def __init__(self, unit: Unit, params: list[UnitParam], own: list[str], state: Mapping[str, Any]):
+        self.unit, self.own, self._params = unit, own, params
         self._given = {key: state[key] for param in self._params for key in param.names if key in state}
         places = (place for param in self._params for place in param.original.names)
         self._before = [(place, *_version(place)) for place in places]

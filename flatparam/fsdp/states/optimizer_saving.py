@@ -7,7 +7,7 @@ all-gather for each flat parameter and key, in an order that all ranks know from
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from ..desync.events import SetupCollective
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam
-from .entries import Take
 from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
 
@@ -34,7 +33,7 @@ class Sink(NamedTuple):
     ``to_cpu``: copy tensors to the host that need no gather.
     """
 
-    take: Take
+    take: Callable[[UnitParam, Tensor], Any]
     to_cpu: bool
 
 
