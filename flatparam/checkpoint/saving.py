@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._version import __version__
+from ..common.patches import FOR_GOOD, note
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import settle
 from ..fsdp.unit.unit import units_of
@@ -107,6 +108,15 @@ def _tell_unheard() -> None:
     said = _take_unheard()
     if said is not None:
         warnings.warn(f"{said}; nobody has called wait()", RuntimeWarning, stacklevel=1)
+
+
+note(
+    FOR_GOOD,
+    ["atexit:register"],
+    "Warn of saves in the background that have failed, and whose error no `wait()` has raised.",
+    "tests/checkpoint/test_checkpoint_warnings.py",
+    "None is needed: the function does nothing without such a save.",
+)
 
 
 def _end_all() -> None:

@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
+from .patches import note
 from .torch_private import FakeProcessGroup, FlatParameter, _FSDPDeviceHandle, _override_module_mixed_precision
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -61,6 +62,13 @@ def pickled_state(state: dict[str, Any], forms: Forms, modules: Iterable[nn.Modu
     return pickled
 
 
+note(
+    "while a unit is copied or pickled",
+    ["copyreg:dispatch_table"],
+    "Give process groups, device handles and tensors of units a pickled form. A pickler asks nothing else.",
+    "tests/packaging/test_patches.py",
+    "The earlier entries are put back.",
+)
 _in_force: list[weakref.ref[Pickling]] = []
 _lock = threading.RLock()  # a Pickling may end, in a garbage collection, while another begins
 _before: dict[type, Any] = {}

@@ -78,6 +78,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError
 
+from .patches import FOR_GOOD, note
+
 
 @functools.cache
 def leave_out_of_graphs() -> None:
@@ -89,6 +91,15 @@ def leave_out_of_graphs() -> None:
 
     for folder in ("common", "dropin", "fsdp", "layer_zero"):
         rules.add(f"flatparam.{folder}")
+
+
+note(
+    FOR_GOOD,
+    ["torch._dynamo.trace_rules:add"],
+    leave_out_of_graphs.__doc__,
+    "tests/fsdp/unit/test_fsdp_compile.py",
+    "None is needed: the entries are flatparam's own folders.",
+)
 
 
 # Whether a transform of torch.func is in force. It does not ask for the interpreter stack: that call creates one, and

@@ -10,9 +10,11 @@ Promises:
 - A model may die at any moment and in any thread: no call of another library fails: `test_torch_is_as_before`.
 - docs/patches.md lists the changes, each with its time, its reason, its undo and a test:
   `test_the_page_is_that_of_the_table`.
+- The table has every registration that the sources make for the whole process: `test_the_table_is_complete`.
 """
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -224,6 +226,32 @@ CASES = {
         del model
         gc.collect()
         check(before)
+        """,
+    "a sum of micro-batches in LayerZero": """
+        from layer_zero_driver import drive
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = snapshot()
+        for _ in range(2):
+            driver = drive(module, 1, units=[module])
+            (handle,) = driver.handles
+            driver.backward([lambda: module(torch.ones(2, 4)).sum()])
+            hooks = [hook.__module__ for hook in HOOKS["steps before"].values()]
+            assert "flatparam.layer_zero._sums" not in hooks, hooks
+            driver.sync = False
+            module(torch.ones(2, 4)).sum().backward()
+            handle._training_state = type(handle._training_state).IDLE
+            handle.prepare_gradient_for_zero1()
+            try:
+                torch.optim.SGD(handle.flat_param._params, lr=0.1).step()
+            except ValueError as error:
+                assert "not reduced" in str(error), error
+            else:
+                raise AssertionError
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            handle.flat_param._post_accumulate_grad_hooks.clear()  # the driver's, which refers to the handle
+            del driver, handle
+            gc.collect()
+            check(before)
         """,
     "modules that are imported in between": """
         before = snapshot()
@@ -526,7 +554,7 @@ def test_torch_is_as_before():
     """Each case runs in a fork of one interpreter, in which torch and flatparam are imported."""
     cases = {name: textwrap.dedent(code) for name, code in CASES.items()}
     program = f"{PRELUDE}\nCASES = {cases!r}\n{DRIVER}"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     failed = [name for name in CASES if f"{name}: 0\n" not in done.stdout]
     assert not failed, f"{failed}\n{done.stdout}\n{done.stderr[-3000:]}"
@@ -537,3 +565,30 @@ def test_the_page_is_that_of_the_table():
     tool = ROOT / "tools" / "patches.py"
     done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+IN_THE_SOURCES = {  # code that changes the process -> the target that the table has for it
+    r"\batexit\.register\b": "atexit:register",
+    r"\bos\.register_at_fork\(": "os:register_at_fork",
+    r"\bmultiprocessing\.util\.register_after_fork\(": "multiprocessing.util:register_after_fork",
+    r"\bcopyreg\.dispatch_table\[.*\] = reduce\b": "copyreg:dispatch_table",
+    r"\btrace_rules\b": "torch._dynamo.trace_rules:add",
+    r"\bTORCH_LIBRARY_IMPL\(": "torch.library:Library.impl",
+    r"\bon_exit\(": "libc:on_exit",
+}
+
+
+def test_the_table_is_complete():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import patches as tool
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    tool.page()
+    from flatparam.common.patches import TABLE
+
+    sources = [*ROOT.glob("flatparam/**/*.py"), *ROOT.glob("csrc/**/*.c*")]
+    texts = ["\n".join(line.partition("  # ")[0] for line in path.read_text().splitlines()) for path in sources]
+    for pattern, target in IN_THE_SOURCES.items():
+        found = sum(re.search(pattern, text) is not None for text in texts)
+        assert 0 < found <= sum(target in entry.targets for entry in TABLE), (target, found)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _C
 from ...common import optimizers
-from ...common.patches import Lifetime, flat_params_live
+from ...common.patches import FOR_GOOD, Lifetime, flat_params_live, note
 from ..names import printable
 from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import Options
@@ -131,3 +131,11 @@ def _why_sharded(tensor: Tensor) -> str | None:
 
 
 _C.explain_shards(_why_sharded)
+note(
+    FOR_GOOD,
+    ["torch.library:Library.impl"],
+    "Refuse operations on a shard that need the whole parameter: kernels for the dispatch key DeferredInit, which no "
+    "tensor but a shard has.",
+    "tests/fsdp/wrapper/test_fsdp_parts_called_alone.py",
+    "torch has none: kernels stay as long as the extension is loaded.",
+)
