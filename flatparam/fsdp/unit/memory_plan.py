@@ -6,9 +6,10 @@ this file. All sizes are bytes on one rank, unless a comment says otherwise.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,14 +125,6 @@ class MemoryPlan:
         return self.table()
 
 
-def _wire_dtype(flat: Flat) -> torch.dtype:
-    return flat.reduce_dtype or flat.compute_dtype or flat.dtype
-
-
-def _wire(flat: Flat) -> int:
-    return flat.layout.padded_numel * _wire_dtype(flat).itemsize if flat.is_trained else 0
-
-
 def plan_unit(
     name: str,
     flats: Sequence[Flat],
@@ -152,47 +145,40 @@ def plan_unit(
     - ``offloads``: whether the accumulated gradient lies in host memory between micro-batches.
     - ``on_host``: whether the shards lie in host memory.
     """
-
-    def total(of: Callable[[Flat], int]) -> int:
-        return sum(map(of, flats))
-
-    def full(flat: Flat) -> int:
-        if spread.optim is None and flat.compute_dtype in (None, flat.dtype) and not on_host:
-            return 0  # the shard is the whole parameter, and is used as it is
-        return flat.layout.padded_numel * (flat.compute_dtype or flat.dtype).itemsize
-
-    def of_gradients(numel: Callable[[Flat], int], dtype: Callable[[Flat], torch.dtype]) -> int:
-        return total(lambda flat: numel(flat) * dtype(flat).itemsize if flat.is_trained else 0)
-
-    def reduced(flat: Flat) -> int:
-        into = copy_shards if nested and copy_shards else flat.layout.world_size
-        return _wire(flat) // into if into > 1 else 0
-
-    def halfway(flat: Flat) -> int:
-        last = _wire(flat) // flat.layout.world_size if nested and copy_shards else 0
-        return reduced(flat) + last if last or spread.replicate is not None else 0
-
+    total: Any = Counter()
+    inner = copy_shards if nested else 0  # the ranks of the first of two reductions
+    for flat in flats:
+        layout, dtype, low = flat.layout, flat.dtype, flat.compute_dtype or flat.dtype
+        numel, padded, shard = sum(layout.numels), layout.padded_numel, layout.shard_numel
+        in_place = spread.optim is None and low == dtype and not on_host  # the shard is the whole parameter, used as is
+        total.update(
+            shard=shard * dtype.itemsize,
+            full=0 if in_place else padded * low.itemsize,
+            padding=(padded - numel) * dtype.itemsize,
+        )
+        if not flat.is_trained:
+            continue
+        on_wire = flat.reduce_dtype or low
+        wire = padded * on_wire.itemsize
+        into = inner or layout.world_size
+        reduced = wire // into if into > 1 else 0
+        last = wire // layout.world_size if inner else 0
+        total.update(
+            gradient=shard * dtype.itemsize,
+            optimizer=shard * optimizer_bytes(dtype),
+            unpacked=numel * low.itemsize,
+            wire=wire,
+            reduced=reduced,
+            kept=padded // (inner or 1) * max(4, dtype.itemsize),  # in fp32 at least
+            halfway=reduced + last if last or spread.replicate is not None else 0,
+            converted=shard * dtype.itemsize if on_wire != dtype else 0,
+        )
     return UnitPlan(
         name=name,
-        shard=total(lambda flat: flat.layout.shard_numel * flat.dtype.itemsize),
-        gradient=of_gradients(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype),
-        optimizer=total(lambda f: f.layout.shard_numel * optimizer_bytes(f.dtype) if f.is_trained else 0),
-        full=total(full),
+        **total,
         always_full=spread.param is None and spread.optim is not None,
         resharded=spread.reshard_after_forward,
-        unpacked=of_gradients(lambda flat: sum(flat.layout.numels), lambda flat: flat.compute_dtype or flat.dtype),
-        wire=total(_wire),
-        reduced=total(reduced),
-        kept=of_gradients(
-            lambda flat: flat.layout.padded_numel // (copy_shards if nested and copy_shards else 1),
-            lambda flat: torch.float32 if flat.dtype.itemsize < 4 else flat.dtype,
-        ),
-        padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
-        copy=total(full) // copy_shards if copy_shards else 0,
-        halfway=total(halfway),
-        converted=of_gradients(
-            lambda flat: flat.layout.shard_numel if _wire_dtype(flat) != flat.dtype else 0, lambda flat: flat.dtype
-        ),
+        copy=total["full"] // copy_shards if copy_shards else 0,
         copied=bool(copy_shards) or (spread.param is None and spread.optim is not None),
         reduces_each=nested,
         offloads=offloads,
@@ -210,102 +196,27 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
     here = [plan for plan in plans if not plan.on_host]
     there = [plan for plan in plans if plan.on_host]
     base = sum(plan.shard + plan.optimizer for plan in here) + sum(plan.full for plan in plans if plan.always_full)
-    copies = sum(plan.copy for plan in plans)
-    moments = tuple(
-        Moment(unit, phase, base + copies + more)
-        for unit, phase, more in _moments(plans, prefetch, prefetch or gathers_ahead)
-    )
+    always = base + sum(plan.copy for plan in plans)
     kept = [0 if plan.offloads else plan.kept for plan in plans]
     added_to_coming_going = sum(sorted(plan.kept for plan in plans if plan.offloads)[-3:])
-
-    def most(kept: list[int] | None) -> int:
-        return base + copies + max(_cleared(plans, kept, prefetch, prefetch or gathers_ahead), default=0)
-
+    added, alone, no_sync = (
+        tuple(_moments(plans, always, prefetch, prefetch or gathers_ahead, earlier, held))
+        for earlier, held in ((True, None), (False, None), (False, kept))
+    )
+    peak, peak_alone, peak_no_sync = (
+        max((moment.bytes for moment in moments), default=base) for moments in (added, alone, no_sync)
+    )
     return MemoryPlan(
         units=plans,
         between_steps=base,
-        peak=max((moment.bytes for moment in moments), default=base),
+        peak=peak,
         no_sync=sum(kept) + added_to_coming_going,
-        moments=moments,
-        peak_alone=most(None),
-        peak_no_sync=most(kept),
+        moments=added,
+        peak_alone=peak_alone,
+        peak_no_sync=peak_no_sync,
         host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # 2: a new one is added to it
         + sum(plan.kept for plan in plans if plan.offloads),
     )
-
-
-def _forward(
-    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], gathers_ahead: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield the index and the unsharded bytes in the forward of each unit except the root.
-
-    Unsharded are the units before that stay so, the unit itself, and the next unit if it is gathered ahead.
-    """
-    staying = _sums(stay)
-    for i in range(1, len(plans)):
-        gathers = gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
-        ahead = full[i + 1] + _arriving(plans[i + 1]) if gathers else 0
-        yield i, staying[i] + full[i] + (ahead or _arriving(plans[i]))
-
-
-def _arriving(plan: UnitPlan) -> int:
-    """The copy of a shard from host memory: it is on the device until the all-gather has ended."""
-    return plan.shard if plan.on_host else 0
-
-
-def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
-    """Two lists, one item a unit: bytes while it is unsharded, and bytes between its forward and its backward.
-
-    Both are 0 for a unit that is always unsharded: ``plan_tree`` counts it as always there.
-    """
-    full = [0 if plan.always_full else plan.full for plan in plans]
-    return full, [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
-
-
-class _Backward(NamedTuple):
-    """Bytes during the backward of the unit with index ``unit``, without gradients of an earlier backward.
-
-    - ``runs``: while it computes.
-    - ``packs``: while its gradients are packed, without its ``wire``.
-    - ``ends``: while its gradients are reduced, without its ``wire``.
-    - ``reducing``: ``wire`` and ``reduced`` of the unit before, whose reduction still runs.
-    - ``beside``: ``reducing``, and the buffers of the reductions that end meanwhile.
-    - ``reduced``: the gradients of the units whose reductions have ended.
-    """
-
-    unit: int
-    runs: int
-    packs: int
-    ends: int
-    reducing: int
-    beside: int
-    reduced: int
-
-
-def _backward(
-    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], prefetch: bool, cleared: bool
-) -> Iterator[_Backward]:
-    """Yield one item a unit, the last unit first. ``cleared``: whether gradients were cleared before."""
-    is_reduced_twice = any(plan.halfway for plan in plans)
-    staying, gradients = _sums(stay), _gradients(plans)
-    for i in range(len(plans) - 1, -1, -1):
-        plan = plans[i]
-        last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
-        gathers = prefetch and i > 1 and plans[i - 1].resharded
-        always = staying[i] + (full[i - 1] if gathers else 0)
-        ends, leaves = (before, first) if is_reduced_twice else (last, before)
-        freed = 0 if ends.halfway or not ends.reduced else ends.wire
-        into = plan.reduced + (max(0, ends.converted - freed) if cleared or ends.on_host else 0)
-        reducing = last.wire + last.reduced
-        yield _Backward(
-            unit=i,
-            runs=always + full[i] + max(plan.unpacked, _arriving(plans[i - 1]) if gathers else 0),
-            packs=always + plan.unpacked,
-            ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
-            reducing=reducing,
-            beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
-            reduced=gradients[-1] - gradients[min(i + (3 if is_reduced_twice else 2), len(plans))],
-        )
 
 
 def _sums(values: Iterable[int]) -> list[int]:
@@ -313,57 +224,63 @@ def _sums(values: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(values, initial=0))
 
 
-def _gradients(plans: Sequence[UnitPlan]) -> list[int]:
-    """``_sums`` of the gradients of shards on the device."""
-    return _sums(0 if plan.on_host else plan.gradient for plan in plans)
+def _moments(
+    plans: tuple[UnitPlan, ...],
+    always: int,
+    prefetch: bool,
+    gathers_ahead: bool,
+    earlier: bool,
+    kept: list[int] | None,
+) -> Iterator[Moment]:
+    """Yield the moments of a forward and backward. Units run in their order, and the root around all others.
 
-
-def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
-    """Yield the moments of a forward and backward, without the bytes that are always there.
-
-    Units run in their order, and the root around all others. Gradients are added to those of an earlier backward.
+    ``always``: the bytes that are there at each of them. ``earlier``: whether gradients are added to those of an
+    earlier backward; else they were cleared. ``kept``: the accumulated gradient of each unit, if micro-batches in
+    ``no_sync`` come first; None: there are none. In these micro-batches, units that are not resharded stay unsharded.
+    The last backward reduces the accumulated gradients, in place if they have the dtype of the wire, and they become
+    gradients of shards. A reduction ends while the unit after the next runs its backward; if it is made of two
+    reductions, one unit later.
     """
-    if not plans:
-        return
-    full, stay = _sizes(plans)
-    for i, size in _forward(plans, full, stay, gathers_ahead):
-        yield Moment(i, "forward", size)
-    yield Moment(0, "forward", sum(stay))
-    reduced = _gradients(plans)[-1]  # of the earlier backward
-    for now in _backward(plans, full, stay, prefetch, cleared=False):
-        yield Moment(now.unit, "backward", reduced + now.beside + now.runs)
-        yield Moment(now.unit, "reduce", reduced + now.beside + now.ends + plans[now.unit].wire)
-
-
-def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool, gathers_ahead: bool) -> Iterator[int]:
-    """Yield the bytes of the moments if gradients were cleared before, without the bytes that are always there.
-
-    ``kept``: the accumulated gradient of each unit, if micro-batches in ``no_sync`` come first; None: there are none.
-    In these micro-batches, units that are not resharded stay unsharded. The last backward reduces the accumulated
-    gradients, in place if they have the dtype of the wire, and they become gradients of shards.
-    """
-    if not plans:
-        return
-    full, stay = _sizes(plans)
-    held = kept or [0] * len(plans)
+    end = len(plans)
+    full = [0 if plan.always_full else plan.full for plan in plans]  # ``always`` has those that are always unsharded
+    stay = [0 if plan.resharded and i else full[i] for i, plan in enumerate(plans)]  # from forward to backward
+    coming = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device until the all-gather has ended
+    held = kept or [0] * end
     staying, holding = _sums(stay), _sums(held)
-    for i, size in _forward(plans, full, stay, gathers_ahead):
-        yield size + holding[-1] + (staying[-1] - staying[i + 1] if kept else 0)
-    for now in _backward(plans, full, stay, prefetch, cleared=True):
-        i, plan = now.unit, plans[now.unit]
+    gradients = _sums(0 if plan.on_host else plan.gradient for plan in plans)
+    is_reduced_twice = any(plan.halfway for plan in plans)
+    for i in range(1, end):
+        ahead = i + 1 if gathers_ahead and i + 1 < end and plans[i + 1].resharded else 0  # the unit gathered ahead
+        here = staying[i] + full[i] + ((full[ahead] + coming[ahead] if ahead else 0) or coming[i])
+        yield Moment(i, "forward", always + here + holding[end] + (staying[end] - staying[i + 1] if kept else 0))
+    if plans:
+        yield Moment(0, "forward", always + staying[end] + holding[end])
+    for i in reversed(range(end)):
+        plan = plans[i]
+        last, before, first = (plans[i + k] if i + k < end else _NO_UNIT for k in (1, 2, 3))
+        ends, leaves = (before, first) if is_reduced_twice else (last, before)
+        gathers = prefetch and i > 1 and plans[i - 1].resharded
+        unsharded = always + staying[i] + (full[i - 1] if gathers else 0)
+        freed = 0 if ends.halfway or not ends.reduced else ends.wire
+        into = plan.reduced + (0 if earlier and not ends.on_host else max(0, ends.converted - freed))
+        reducing = last.wire + last.reduced  # of the unit before, whose reduction still runs
+        beside = reducing + before.halfway + (leaves.gradient if leaves.on_host else 0)
+        reduced = gradients[end] - (0 if earlier else gradients[min(i + 2 + is_reduced_twice, end)])
         # accumulated gradients of host memory that are on the device now, to be added to or copied back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
+        runs = unsharded + full[i] + max(plan.unpacked, coming[i - 1] if gathers else 0)
+        packs = unsharded + plan.unpacked
+        reduces = unsharded + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into)
         if kept:
-            others = staying[-1] - staying[i + 1] + holding[-1] + near + (now.reducing if plan.reduces_each else 0)
-            yield others + now.runs
+            others = staying[end] - staying[i + 1] + holding[end] + near + (reducing if plan.reduces_each else 0)
+            yield Moment(i, "backward", others + runs)
             if plan.reduces_each:
-                yield others + now.ends + plan.wire
-        unreduced = holding[min(i + (2 if plan.reduces_each else 1), len(held))] + near
-        others = unreduced + now.beside + now.reduced
+                yield Moment(i, "reduce", others + reduces + plan.wire)
+        others = holding[min(i + 1 + plan.reduces_each, end)] + near + beside + reduced
         wire = 0 if kept and plan.kept == plan.wire else plan.wire
-        yield others + now.runs
-        yield others + now.packs + wire
-        yield others + now.ends + wire - (held[i] if wire and not plan.reduces_each else 0)  # kept was cast into wire
+        cast = held[i] if wire and not plan.reduces_each else 0  # what was accumulated is cast into the wire's memory
+        yield Moment(i, "backward", others + runs)
+        yield Moment(i, "reduce", others + wire + max(packs, reduces - cast))
 
 
 def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
