@@ -251,8 +251,9 @@ fp_flat_param_alias(fp_flat_param *flat_param)
     if (flat_param->params == NULL) {
         return 0;
     }
-    return fp_torch_set_shards(&flat_param->owners, flat_param->shard, flat_param->in_rows,
-                               flat_param->plan->shards > 1);
+    /* by hand (leaf) pieces are 1-D over one rank too */
+    const int is_sharded = flat_param->plan->shards > 1 || flat_param->leaf != NULL;
+    return fp_torch_set_shards(&flat_param->owners, flat_param->shard, flat_param->in_rows, is_sharded);
 }
 
 int

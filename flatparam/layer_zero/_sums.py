@@ -224,7 +224,7 @@ class Sums(Base):
             self.flat_param._saved_grad += before
 
 
-@_shown_live.register(register_optimizer_step_pre_hook, "tests/layer_zero/test_layer_zero_step.py")
+@_shown_live.register(register_optimizer_step_pre_hook, "tests/layer_zero/test_layer_zero.py")
 def _check(optimizer: Optimizer, *arguments: Any) -> None:
     """Refuse to step a sum that is not reduced.
 

@@ -1,9 +1,9 @@
 """What LayerZero's handle holds in which phase: states, buffers, gathered values, and what a user does meanwhile.
 
 Promises:
-- which storage has memory when; what changes masters is gathered once; SYNC_PARAMS; P of 1 and of all ranks:
-  `test_phases` (`buffers_by_phase`, `freshness`, `syncing`), `test_layer_zero_layout.py::test_layout`
-  (`degenerate_groups`)
+- which storage has memory when; writes that ranks have not agreed on, in inference mode, of one unit; SYNC_PARAMS; P of
+  1 and of all ranks: `test_phases` (`buffers_by_phase`, `freshness`, `syncing`),
+  `test_layer_zero_layout.py::test_layout` (`degenerate_groups`)
 """
 
 import gc
@@ -95,7 +95,7 @@ def buffers_by_phase():
 
 
 def freshness():
-    """Exactly one gather over all ranks a change, whatever changes masters, seen by training and evaluation alike."""
+    """One gather over all ranks a changed unit. `test_a_write_is_gathered_once` has the writes to all units."""
     model = make()
     driver = drive(model, 2)
     handles, x = driver.handles, data(3)
@@ -130,9 +130,6 @@ def freshness():
         for param in handles[0].flat_param._params:
             param.data = param.data * 0.5
 
-    def load():
-        model.load_state_dict({name: value * 1.25 for name, value in model.state_dict().items()})
-
     def step():
         driver.backward(losses(model, 0, 2))
         optimizer.step()
@@ -143,9 +140,6 @@ def freshness():
     assert changed_by(in_place) == 1
     assert changed_by(lambda: None) == 0
     assert changed_by(on_one_rank) == 1
-    assert changed_by(load) == each
-    assert changed_by(step) == each
-    assert changed_by(lambda: None) == 0
     note("replaced data")
     before = full_params(handles[:1], model.blocks[0])
     replace()
@@ -360,11 +354,12 @@ def changing_zeros(offload):
         assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
 
 
-def clearing(offload, to_none):
-    """Whatever is cleared is gone; what is not is added to."""
-    note(f"offload={offload} to none={to_none}")
+def clearing(offload):
+    """What is cleared is gone; what is not is added to. `test_cleared_micro_batches_leave_no_trace` clears all."""
     model, driver, reference = twins(2, offload=offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver.backward(losses(model, 2, 1))
+    unsharded_backward(reference, 2, 1)
 
     def abandoned(model=model, driver=driver):
         driver.sync = False
@@ -372,27 +367,6 @@ def clearing(offload, to_none):
         for handle in driver.handles:
             handle._training_state = State.IDLE
 
-    abandoned()
-    assert all(p.grad is not None for p in model.parameters())
-    if not to_none:
-        changing_zeros(offload)
-    with pytest.raises(ValueError, match=r"SGD.step\(\): the gradient of `.*` is the sum of this rank's micro-batc"):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=to_none)
-    driver.backward(losses(model, 0, 2))
-    unsharded_backward(reference, 0, 2)
-    assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
-    note("two synced backwards add up")
-    driver.backward(losses(model, 1, 1))
-    unsharded_backward(reference, 1, 1)
-    assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
-    note("cleared after an abandoned one, what was reduced before too")
-    abandoned()
-    optimizer.zero_grad(set_to_none=to_none)
-    reference.zero_grad()
-    driver.backward(losses(model, 2, 1))
-    unsharded_backward(reference, 2, 1)
-    assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
     note("one parameter cleared")
     abandoned()
     model.blocks[0].scale.grad = None
@@ -414,7 +388,7 @@ def clearing(offload, to_none):
 
 
 def parameters_are_the_same_objects():
-    model, driver, _ = twins(2)
+    model, driver, _ = twins(min(2, dist.get_world_size()))
     originals = list(model.parameters())
     shapes = [p.shape for p in originals]
 
@@ -439,6 +413,8 @@ def parameters_are_the_same_objects():
         check()
         optimizer.step()
         optimizer.zero_grad()
+        check()
+        full_params(driver.handles, model)
         check()
 
 
@@ -664,11 +640,12 @@ CASES = [
     (4, written_in_a_forward, 2),
     (2, written_in_a_forward, 2),
     (2, written_in_a_forward, 1),
-    (4, clearing, False, True),
-    (4, clearing, True, False),
-    pytest.param((4, clearing, False, False), marks=pytest.mark.thorough),
-    pytest.param((4, clearing, True, True), marks=pytest.mark.thorough),
+    (4, clearing, False),
+    pytest.param((4, clearing, True), marks=pytest.mark.thorough),
+    (4, changing_zeros, True),
+    pytest.param((4, changing_zeros, False), marks=pytest.mark.thorough),
     (4, parameters_are_the_same_objects),
+    (1, parameters_are_the_same_objects),
     (4, whole_gradients),
     (4, after_an_exception),
     (4, a_gradient_that_does_not_come),

@@ -1,17 +1,13 @@
-"""What a step of LAYER_ZERO moves, keeps and shows: collectives, copies, accumulators, freshness.
+"""What a step of the LAYER_ZERO strategies moves, keeps and shows: collectives, copies, accumulators.
 
 Promises:
 - which group, how often, how many bytes, which dtype: over all ranks once a step, whatever the micro-batches and
   evaluations: `test_what_a_step_moves_and_keeps` (`collectives`)
-- layout; copies hold the cast masters of all ranks; what has memory after each phase, as planned; padding is zero:
-  `test_what_a_step_moves_and_keeps` (`layout`, `buffers`, `padding`)
-- 16 gradients in bf16 add up exactly: `test_what_a_step_moves_and_keeps` (`many_micro_batches`)
-- synced backwards add up, cleared micro-batches leave no trace; what no_sync shows, and what a step with it is
-  refused: `test_accumulators_and_freshness` (`accumulation`)
-- whatever writes to a master is used by the next forward, gathered once; `sync_params` only between passes:
-  `test_accumulators_and_freshness` (`freshness`, `explicit_sync`)
-- offloaded gradients give the same bits; two are on the device, nested three, one of them ahead of time:
-  `test_accumulators_and_freshness` (`offloading`, `offloaded_memory`)
+- layout; copies hold the cast masters of all ranks; what has memory after each phase, as planned:
+  `test_what_a_step_moves_and_keeps` (`layout`, `buffers`)
+- `sync_params` gathers what changed, only between passes: `test_units_between_passes` (`explicit_sync`)
+- of offloaded gradients two are on the device, nested three, one of them ahead of time: `test_units_between_passes`
+  (`offloaded_memory`)
 """
 
 import contextlib
@@ -21,9 +17,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import assert_same, assert_same_grads, counts_of, data, full_params, have_memory, loss_of, make
+from fsdp_models import assert_same, counts_of, data, full_params, have_memory, loss_of, make
 from gloo import note, run_ranks
-from layer_zero_ranks import MODES, Reference, counted, layer_zero, micro_batches
+from layer_zero_ranks import MODES, counted, layer_zero, micro_batches
 from torch import nn
 
 from benchmarks.c_testing import _C_testing
@@ -225,180 +221,6 @@ def layout(mode, _uo):
     assert torch.equal(copy[mine >= 0].float(), mine[mine >= 0])
 
 
-def padding(mode, uo):
-    """Padding is zero and stays so; its gradient is zero."""
-    model = layer_zero(2, mode, wrap=FSDP, use_orig_params=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    shards = [unit._unit.flat_params[0] for unit in FSDP.fsdp_modules(model)]
-    of = [torch.ones(flat_param.layout.shard_numel, dtype=torch.bool) for flat_param in shards]
-    for flat_param, mask in zip(shards, of, strict=True):
-        for start, numel in flat_param.piece_ranges():
-            mask[start : start + max(numel, 0)] = False
-    before = [flat_param.flat.detach()[mask].clone() for flat_param, mask in zip(shards, of, strict=True)]
-    assert sum(map(len, before)) > 0 or dist.get_rank() < 3
-    for step in range(30 if mode == "LAYER_ZERO" else 3):
-        loss_of(model, data(step)).backward()
-        optim.step()
-        optim.zero_grad()
-    for flat_param, mask, old in zip(shards, of, before, strict=True):
-        assert not old.any()
-        assert not flat_param.flat.detach()[mask].any()
-    whole = layer_zero(2, mode)
-    micro_batches(whole, batches(0, 2))
-    for unit in FSDP.fsdp_modules(whole):
-        flat_param = unit._unit.flat_params[0]
-        end = flat_param.layout.numel - flat_param.placement.rank * flat_param.layout.shard_numel
-        assert not flat_param.flat.grad[max(0, end) :].any()
-
-
-def many_micro_batches(mode, uo):
-    """16 gradients in bf16 that are the same everywhere add up to 16 times one; in bf16 they would not."""
-    low = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=True)
-    one, model = (layer_zero(2, mode, wrap=FSDP, mixed_precision=low) for _ in range(2))
-    loss_of(one, data(0, rank=0)).backward()
-    micro_batches(model, [data(0, rank=0)] * 16)
-    for a, b in zip(one.parameters(), model.parameters(), strict=True):
-        assert torch.equal(b.grad, 16 * a.grad)
-        assert torch.equal(a.grad, a.grad.to(BF16).float())
-
-
-def accumulation():
-    """Synced backwards add up; what was cleared leaves no trace, however it was cleared."""
-    for mode, uo in itertools.product(MODES, (False, True)):
-        note(f"{mode} {uo}")
-        module = make()
-        model = layer_zero(2, mode, use_orig_params=uo)
-        oracle = Reference(module, mode, 2)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        for clear in ("none", "zeros", "by hand"):
-            micro_batches(model, batches(0, 2))
-            hold_back(model)
-            with pytest.raises(ValueError, match=r"SGD\.step\(\): the gradient of .* is not reduced"):
-                optim.step()
-            if clear == "by hand":
-                for param in model.parameters():
-                    param.grad = None
-            else:
-                optim.zero_grad(set_to_none=clear == "none")
-            module.zero_grad()
-            for step in (1, 2):
-                micro_batches(model, batches(step, 2))
-                oracle.backward(lambda rank, step=step: batches(step, 2, rank), 2)
-            close_grads(model, module, mode, f"{mode} {uo} {clear}")
-            optim.step()
-            with torch.no_grad():
-                for value, param in zip(full_params(model).values(), module.parameters(), strict=True):
-                    param.copy_(value)
-            optim.zero_grad()
-        if mode == "LAYER_ZERO_NESTED":
-            hold_back(model)
-            for param in model.parameters():
-                param.grad.mul_(0.5)
-            with pytest.raises(ValueError, match=r"was changed between micro-batches"):
-                loss_of(model, data(0)).backward()
-
-
-def close_grads(model, module, mode, what=""):
-    if mode == "LAYER_ZERO_NESTED":
-        assert_same_grads(model, module, what)
-        return
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        for (name, param), wanted in zip(model.named_parameters(), module.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
-
-
-def freshness():
-    """Whatever writes to a master weight, at any idle moment, on all ranks or one: the next forward uses it."""
-    for (mode, inner), uo in itertools.product((*((mode, 2) for mode in MODES), ("LAYER_ZERO", 1)), (False, True)):
-        module = make()
-        model = layer_zero(inner, mode, use_orig_params=uo)
-        x = data(0, rank=0)
-
-        def in_place(model, module):
-            with torch.no_grad():
-                for param in (*model.parameters(), *module.parameters()):
-                    param.mul_(0.5)
-
-        def load(model, module):
-            state = {name: value + 1.0 for name, value in module.state_dict().items()}
-            model.load_state_dict(state)
-            module.load_state_dict(state)
-
-        def summoned(model, module):
-            with FSDP.summon_full_params(model):
-                for param in model.parameters():
-                    param.data.add_(0.25)
-            with torch.no_grad():
-                for param in module.parameters():
-                    param.add_(0.25)
-
-        def optimizer(model, module):
-            for m in (model, module):
-                for param in m.parameters():
-                    param.grad = torch.ones_like(param)
-                torch.optim.SGD(m.parameters(), lr=0.5).step()
-                m.zero_grad()
-
-        def one_rank(model, module):
-            mine = dist.get_rank() == 3
-            shards = [unit._unit.flat_params[0] for unit in FSDP.fsdp_modules(model)]
-            with torch.no_grad():
-                for flat_param in shards:
-                    for start, numel in flat_param.piece_ranges() if mine else ():
-                        flat_param.flat[start : start + max(numel, 0)] *= 2.0
-            for value, param in zip(full_params(model).values(), module.parameters(), strict=True):
-                param.data.copy_(value)
-
-        def replaced(model, module, uo=uo):
-            if uo:
-                for param in model.parameters():
-                    param.data = param.data * 3.0
-            else:
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(3.0)
-            for param in module.parameters():
-                param.data.mul_(3.0)
-
-        def uncounted(model, module):
-            for param in (*model.parameters(), *module.parameters()):
-                param.data.mul_(0.75)
-            model.refresh()
-
-        def nothing(model, module):
-            model.state_dict()
-            with FSDP.summon_full_params(model, writeback=True):
-                pass
-
-        with torch.no_grad():
-            model(x)
-        for write, moment in itertools.product(
-            (in_place, load, summoned, optimizer, one_rank, replaced, uncounted, nothing), ("eval", "accumulating")
-        ):
-            note(f"{mode} {inner} {uo} {write.__name__} {moment}")
-            if moment == "accumulating":
-                hold_back(model)
-                model.zero_grad()
-            before = counts_of(model).refreshes
-            write(model, module)
-            for _ in range(2):
-                with torch.no_grad():
-                    assert torch.equal(model(x), module(x)), write.__name__
-            loss = loss_of(model, x)
-            assert torch.equal(loss, loss_of(module, x))
-            assert counts_of(model).refreshes - before == (0 if write is nothing else 4), write.__name__
-            with model.no_sync():
-                loss.backward()
-            model.zero_grad()
-        if inner == 1:  # backward has what forward had
-            continue
-        # between forward and backward it is refused, as for the bare module
-        loss = loss_of(model, x)
-        in_place(model, module)
-        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
-            loss.backward()
-
-
 def explicit_sync():
     for mode in MODES:
         model = layer_zero(2, mode)
@@ -420,42 +242,6 @@ def explicit_sync():
             outer(data(0))
         with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="it is in SUMMON_FULL_PARAMS"):
             model.sync_params()
-
-
-def offloading():
-    """Between micro-batches no accumulator is on the device; bit for bit as without offloading."""
-    for (mode, inner), uo in itertools.product((*((mode, 2) for mode in MODES), ("LAYER_ZERO", 1)), (False, True)):
-        models = [layer_zero(inner, mode, use_orig_params=uo, offload_grads=offload) for offload in (False, True)]
-        optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        steps = [unit._unit.core for unit in FSDP.fsdp_modules(models[1])]
-        share = 4 // inner if mode == "LAYER_ZERO_NESTED" else 1
-        for count in (1, 2, 3):
-            note(f"{mode} {inner} {uo} {count}")
-            for step, to_none in enumerate((True, False, True)):
-                for model in models:
-                    hold_back(model)  # abandoned
-                    model.zero_grad(set_to_none=to_none)
-                    for k in range(count - 1):
-                        with model.no_sync():
-                            loss_of(model, data(step + k)).backward()
-                        held = [_C_testing.accumulated_bytes(unit._unit.core) for unit in FSDP.fsdp_modules(model)]
-                        numels = [4 * numel // share for numel in sizes(model)]
-                        offloads = model is models[1]
-                        assert held == [(0, numel) if offloads else (numel, 0) for numel in numels]
-                    loss_of(model, data(step)).backward()
-                    assert all(
-                        _C_testing.accumulated_bytes(unit._unit.core)[0] == 0 for unit in FSDP.fsdp_modules(model)
-                    )
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad(set_to_none=to_none)
-                wanted = full_params(models[0])
-                assert all(torch.equal(value, wanted[name]) for name, value in full_params(models[1]).items())
-        assert all(_C_testing.accumulated_bytes(step)[1] > 0 for step in steps)
-    with pytest.raises(
-        ValueError, match=r"FULL_SHARD does not offload gradients: offload_grads=True is for LAYER_ZERO"
-    ):
-        FSDP(nn.Linear(1, 1), offload_grads=True)
 
 
 class Sampled(nn.Linear):
@@ -518,19 +304,13 @@ def offloaded_memory():
         model.zero_grad()
 
 
-def on_four_ranks(checks, *setting):
-    for check in checks:
-        note(check.__name__)
-        check(*setting)
-        dist.barrier()
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("check", [layout, collectives, buffers], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("mode", "uo"), [(mode, uo) for mode in MODES for uo in (False, True)])
+def test_what_a_step_moves_and_keeps(check, mode, uo):
+    run_ranks(check, 4, mode, uo)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(("mode", "uo"), [(MODES[0], False), (MODES[0], True), (MODES[1], True), (MODES[1], False)])
-def test_what_a_step_moves_and_keeps(mode, uo):
-    run_ranks(on_four_ranks, 4, [layout, collectives, buffers, padding, many_micro_batches], mode, uo)
-
-
-@pytest.mark.thorough
-def test_accumulators_and_freshness():
-    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync, offloading, offloaded_memory])
+@pytest.mark.parametrize("check", [explicit_sync, offloaded_memory], ids=lambda check: check.__name__)
+def test_units_between_passes(check):
+    run_ranks(check, 4)

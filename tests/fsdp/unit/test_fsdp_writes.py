@@ -20,8 +20,7 @@ Promises:
   `test_functional_call_of_an_inner_module_in_a_forward_is_as_unsharded`,
   `test_compile.py::test_functional_call_is_compiled_as_before_and_in_a_unit_as_unsharded`
 - averages copied through `.data` are used after `refresh()`, and after `eval()` and `train()`:
-  `test_averages_that_are_copied_into_weights`, `test_layer_zero_step.py::test_accumulators_and_freshness`
-  (`freshness`)
+  `test_averages_that_are_copied_into_weights`, `test_layer_zero.py::test_a_write_is_gathered_once`
 """
 
 import copy
