@@ -8,7 +8,8 @@ before an optimizer's step are here because they depend on the summoned units. T
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,16 +111,16 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-class _Written(NamedTuple):
-    """The user's writes to full parameters of a unit that are not in the gathered tensors yet.
+@dataclass(eq=False)
+class _Full:
+    """The full tensors of one flat parameter, on a rank that shows them."""
 
-    ``misfit``: why they cannot be kept; ``replaced``: other Parameter objects, with the indices of the flat parameter
-    and of the original in it.
-    """
-
-    misfit: ValueError | None
-    replaced: list[tuple[int, int, ParamInfo, nn.Parameter]]
-    writes: list[tuple[Tensor, Tensor]]  # (target in a gathered tensor, new values)
+    flat_param: FlatParam
+    whole: Tensor  # the gathered parameters [padded_numel]
+    grad: Tensor | None  # the gathered gradients, likewise
+    has_grad: list[bool]  # of each original parameter
+    held: list[Tensor | None]  # the gradients to put back in leave()
+    shard: Tensor | None = None  # the data of the flat parameter, which shows the whole now
 
 
 class Summoned:
@@ -149,16 +150,15 @@ class Summoned:
         self.shown = not rank0_only or unit.options.placement.rank == 0
         self.offload_to_cpu = offload_to_cpu and not any(flat_param.has_forms for flat_param in unit.flat_params)
         self.with_grads = with_grads
-        self.wholes: list[Tensor] = []  # the gathered parameters, one tensor [padded_numel] a flat parameter
-        self.gradients: list[Tensor | None] = []  # the gathered gradients, likewise
-        self.held: list[list[Tensor | None]] = []  # for each flat parameter: the gradients to put back in leave()
-        self._shards: list[tuple[FlatParam, Tensor]] = []  # flat parameters that show a whole now, with their shards
+        self._fulls: list[_Full] = []  # one a flat parameter; none on a rank that shows nothing
         self.loads = loads
         self.missing: list[ParamInfo] = []  # parameters without a value in the state dict that is loaded
         self._made: dict[str, nn.Parameter] = {}  # FQN -> a Parameter made here, which modules show for the original
-        self._written: _Written | None = None
-        self._tied: ValueError | None = None
-        self._is_refused = False  # a write to one of the units that are summoned together does not fit
+        # The user's writes that are not in the gathered tensors yet: (target there, new values); and other Parameter
+        # objects, with the indices of the flat parameter and of the original in it. None: not looked for
+        self._written: tuple[list[tuple[Tensor, Tensor]], list[tuple[int, int, ParamInfo, nn.Parameter]]] | None = None
+        self.misfit: ValueError | None = None  # the error about a write to this unit that does not fit
+        self.is_refused = False  # a write to one of the units that are summoned together does not fit: keep none
         self.had_views = unit.core.shows_views
         self._is_whole = False  # enter() has ended: the values may be written back
 
@@ -171,44 +171,47 @@ class Summoned:
         """
         unit = self.unit
         unit.sync_user_writes()
-        having: list[list[bool]] = []
         for flat_param in unit.flat_params:
             whole = self._whole(flat_param, flat_param.flat.detach())
             grad, has = self._gather_gradient(flat_param) if self.with_grads else (None, [])
             if self.shown:
-                self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
-                self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
-                having.append(has)
-                self.held.append([param.grad for param in _owners(unit, flat_param)])
+                if self.offload_to_cpu:
+                    whole, grad = whole.cpu(), None if grad is None else grad.cpu()
+                self._fulls.append(_Full(flat_param, whole, grad, has, _grads(unit, flat_param)))
             del whole, grad
         try:
             unit.summoned = self
             _active.append(self)
             if self.shown:
-                self._show_all(having)
+                self._show_all()
             self._is_whole = True
         except BaseException:
             self.leave()
             raise
 
-    def _show_all(self, having: list[list[bool]]) -> None:
-        """Let modules show ``wholes`` and ``gradients``. ``having``: for each original, whether it has a gradient."""
+    def _show_all(self) -> None:
+        """Let modules show the full parameters and gradients."""
         unit = self.unit
-        for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
-            if flat_param.is_sharded and whole.device == flat_param.flat.device and not self.loads:
-                self._shards.append((flat_param, flat_param.flat.data))
-                flat_param.flat.data = whole.narrow(0, 0, flat_param.layout.numel)
+        for full in self._fulls:
+            flat_param = full.flat_param
+            if flat_param.is_sharded and full.whole.device == flat_param.flat.device and not self.loads:
+                full.shard = flat_param.flat.data
+                flat_param.flat.data = full.whole.narrow(0, 0, flat_param.layout.numel)
         unit.unregister_flat()
         unit.core.put(False)
-        for flat_param, whole, grad, has in zip(unit.flat_params, self.wholes, self.gradients, having, strict=True):
-            for original, value in zip(flat_param.originals, flat_param.unsharded(whole), strict=True):
+        for full in self._fulls:
+            flat_param, originals = full.flat_param, full.flat_param.originals
+            for original, value in zip(originals, flat_param.unsharded(full.whole), strict=True):
                 self._show(original, value, flat_param.trains(original))
-            if grad is not None:
-                for original, value, is_there in zip(
-                    flat_param.originals, flat_param.unsharded(grad), has, strict=True
-                ):
-                    if is_there:
+            if full.grad is not None:
+                for original, value, has in zip(originals, flat_param.unsharded(full.grad), full.has_grad, strict=True):
+                    if has:
                         _set_grad(original, value)
+
+    @property
+    def wholes(self) -> list[Tensor]:
+        """The gathered parameters, one tensor ``[padded_numel]`` a flat parameter."""
+        return [full.whole for full in self._fulls]
 
     def _keeps(self, flat_param: FlatParam) -> bool:
         """Whether the user's writes stay: with ``writeback``, and if users write to the trained memory itself.
@@ -242,7 +245,7 @@ class Summoned:
         collective call: ranks first agree on gradients and their dtypes, so that all of them gather or none does.
         """
         self.unit.refuse_freed_gradients()
-        grads = [param.grad for param in _owners(self.unit, flat_param)]
+        grads = _grads(self.unit, flat_param)
         has = [grad is not None for grad in grads]
         dtypes = {grad.dtype for grad in grads if grad is not None}
         if flat_param.is_sharded:
@@ -270,7 +273,7 @@ class Summoned:
             if other is not original:
                 names = [f"`{other.fqn}` of {state.unit.name}", f"`{original.fqn}` of {self.unit.name}"]
                 one, two = names if shown is self._made.get(original.fqn) else reversed(names)
-                self._tied = state._tied = ValueError(
+                self.misfit = state.misfit = ValueError(
                     f"parameter {one} was replaced by {two}: tie parameters before wrapping, in one unit; to exchange "
                     "values, set their .data"
                 )
@@ -295,21 +298,24 @@ class Summoned:
             raise misfit
 
     def _write_back(self) -> ValueError | None:
-        """Copy the user's writes into the shards and into ``held``. Return the error if they do not fit."""
+        """Copy the user's writes into the shards, and note the gradients to put back. Return the error of a misfit."""
         unit = self.unit
         if self.writeback:
             unit.loaded(self.missing)  # on all ranks alike, also on those that show nothing
         if not self.shown:
             return None
-        if self._written is None:
-            self.note_written()
-        if self.misfit is not None or self._is_refused:
+        writes, replaced = self._written or self.note_written()
+        if self.misfit is not None or self.is_refused:
             return self.misfit
-        self._take_written()
+        for k, i, original, other in replaced:
+            unit.adopt(k, i, original, other)
+        for place, value in writes:
+            place.copy_(value)
         self._restore_flat()
-        for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
+        for full in self._fulls:
+            flat_param = full.flat_param
             if self._keeps(flat_param):
-                shard, mine = flat_param.flat.detach(), flat_param.own(whole).to(flat_param.flat.device)
+                shard, mine = flat_param.flat.detach(), flat_param.own(full.whole).to(flat_param.flat.device)
                 changed = not same_bytes(shard, mine)
                 if changed:  # a copy without a change would bump the version, and fail a pending backward
                     shard.copy_(mine)
@@ -318,8 +324,8 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the consensus tells which are stale
                     unit.filled(self.missing)
-        if self.with_grads:
-            self.held = [self._gradients_of(k, flat_param) for k, flat_param in enumerate(unit.flat_params)]
+        for k, full in enumerate(self._fulls) if self.with_grads else ():
+            full.held = self._gradients_of(k, full)
         return None
 
     def _made_of(self, flat_param: FlatParam) -> list[nn.Parameter]:
@@ -329,8 +335,9 @@ class Summoned:
         return [self._made[one.fqn] for one in flat_param.originals if one.fqn in self._made]
 
     def _restore_flat(self) -> None:
-        for flat_param, shard in self._shards:
-            flat_param.flat.data = shard
+        for full in self._fulls:
+            if full.shard is not None:
+                full.flat_param.flat.data = full.shard
 
     def _restore(self) -> None:
         """Let modules and gradients be as before ``enter``. May be called again after an exception in it."""
@@ -338,11 +345,10 @@ class Summoned:
         self._restore_flat()
         if self.shown:
             unit.core.alias_params()
-            for flat_param, held in zip(unit.flat_params, self.held, strict=True):
-                for original in flat_param.originals if not unit.options.use_orig_params else ():
-                    for name in original.names:
-                        name.module._parameters.pop(name.name, None)
-                for param, grad in zip(_owners(unit, flat_param), held, strict=True) if self.with_grads else ():
+            for module, name in unit.places if not unit.options.use_orig_params else ():
+                module._parameters.pop(name, None)
+            for full in self._fulls if self.with_grads else ():
+                for param, grad in zip(_owners(unit, full.flat_param), full.held, strict=True):
                     _C.set_grad(param, grad)
             unit.register_flat()
             unit.core.put(self.had_views or not unit.options.use_orig_params)
@@ -351,19 +357,16 @@ class Summoned:
         unit.summoned = None
 
     @torch.no_grad()
-    def note_written(self) -> None:
-        """Find the user's writes outside of the gathered tensors, and check them.
+    def note_written(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, int, ParamInfo, nn.Parameter]]]:
+        """Find the user's writes outside of the gathered tensors, and check them. A misfit is noted in ``misfit``.
 
         The caller does this for all units before it writes to any.
         """
-        writes: list[tuple[Tensor, Tensor]] = []
-        replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
-        self._written = _Written(None, replaced, writes)
-        if not self.shown:
-            return
+        writes, replaced = self._written = [], []
         memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
         try:
-            for k, (flat_param, whole) in enumerate(zip(self.unit.flat_params, self.wholes, strict=True)):
+            for k, full in enumerate(self._fulls):
+                flat_param, whole = full.flat_param, full.whole
                 if not self._keeps(flat_param):
                     continue
                 if not flat_param.has_forms and not flat_param.keeps_class:
@@ -387,35 +390,19 @@ class Summoned:
                     value = check_not_rounded(self.unit.name, original, now.detach(), place.dtype).to(place.device)
                     writes.append((place, value.clone() if _address(value) in memory else value))
         except ValueError as error:
-            self._written = _Written(error, [], [])
+            self.misfit = self.misfit or error
+        return self._written
 
-    @property
-    def misfit(self) -> ValueError | None:
-        """The error about a write to this unit that does not fit; None: there is none, as far as was looked."""
-        return self._tied or (None if self._written is None else self._written.misfit)
-
-    def refuse_writes(self) -> None:
-        """Let ``leave`` keep no write, as one to another unit does not fit."""
-        self._is_refused = True
-
-    def _take_written(self) -> None:
-        """Copy the noted writes into ``wholes``."""
-        assert self._written is not None
-        for k, i, original, other in self._written.replaced:
-            self.unit.adopt(k, i, original, other)
-        for place, value in self._written.writes:
-            place.copy_(value)
-
-    def _gradients_of(self, k: int, flat_param: FlatParam) -> list[Tensor | None]:
+    def _gradients_of(self, k: int, full: _Full) -> list[Tensor | None]:
         """The gradients that ``leave`` puts back: this rank's pieces of the shown gradients, or ``held``.
 
-        A shown gradient that still lies in the gathered tensor needs no copy.
+        ``k``: the index of the flat parameter. A shown gradient that still lies in the gathered tensor needs no copy.
         """
-        whole, held = self.gradients[k], self.held[k]
+        flat_param, whole = full.flat_param, full.grad
         shown = [(original, _shown(original).grad) for original in flat_param.originals]
         grads = [None if grad is None else original.plain(grad) for original, grad in shown]
         if not self._keeps(flat_param) or (whole is None and all(grad is None for grad in grads)):
-            return held
+            return full.held
         if whole is None:
             dtype = _widest(grad.dtype for grad in grads if grad is not None)
             whole = torch.zeros(flat_param.layout.padded_numel, dtype=dtype, device=flat_param.device)
@@ -461,6 +448,11 @@ def _set_grad(original: ParamInfo, grad: Tensor) -> None:
 def _owners(unit: Unit, flat_param: FlatParam) -> list[nn.Parameter]:
     """The parameters with ``.grad``: the originals, or with ``use_orig_params=False`` the flat parameter."""
     return [original.param for original in flat_param.originals] if unit.options.use_orig_params else [flat_param.flat]
+
+
+def _grads(unit: Unit, flat_param: FlatParam) -> list[Tensor | None]:
+    """The gradients of ``_owners``."""
+    return [param.grad for param in _owners(unit, flat_param)]
 
 
 def _shown(original: ParamInfo) -> nn.Parameter:
@@ -558,4 +550,4 @@ def _note_written(entered: list[Summoned]) -> None:
         state.note_written()
     if any(state.misfit is not None for state in entered):
         for state in entered:
-            state.refuse_writes()
+            state.is_refused = True
