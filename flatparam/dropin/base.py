@@ -148,7 +148,6 @@ class Handle(Driven, TorchsNames):
 
     _is_compared = False  # check_same_on_all_ranks() has run
     _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
-    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())  # (tensor, its chunks), kept between gathers
 
     _padding_value: float = _FLAT_PARAM_PADDING_VALUE
     _shards_next = False  # see is_sharded_next()

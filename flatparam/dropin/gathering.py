@@ -165,7 +165,8 @@ def all_gather_flat_param(handle: Handle, padded_unsharded_flat_param: Tensor) -
         if _gather_in_c(handle, padded_unsharded_flat_param, shard, group):
             pass
         elif shard.is_cpu:
-            all_gather_chunks(_chunks_of(handle, padded_unsharded_flat_param), shard, group)
+            chunks = padded_unsharded_flat_param.detach().chunk(handle.world_size)
+            all_gather_chunks(list(chunks), shard, group)
         else:
             all_gather_single(padded_unsharded_flat_param, shard, group)
     except BaseException:
@@ -191,27 +192,6 @@ def _gather_in_c(handle: Handle, padded: Tensor, shard: Tensor, group: Any) -> b
         pass
     handle._native = group, native
     return True
-
-
-def _chunks_of(handle: Handle, padded: Tensor) -> list[Tensor]:
-    """Return one chunk of ``padded`` for each rank. The chunks of the last tensor are kept."""
-    kept, chunks = handle._chunks
-    if kept is not padded or not _are_chunks(handle, chunks, padded):
-        chunks = padded.detach().chunk(handle.world_size)  # detached: a view would refer to its owner, a cycle
-        handle._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
-    return list(chunks)
-
-
-def _are_chunks(handle: Handle, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
-    """Whether ``chunks`` still are the chunks of ``padded``: a user may have set its data."""
-    first = chunks[0]
-    return (
-        len(chunks) == handle.world_size
-        and first.numel() * handle.world_size == padded.numel()
-        and (first.dtype, first.storage_offset(), first.stride())
-        == (padded.dtype, padded.storage_offset(), padded.stride())
-        and same_storage(first, padded)
-    )
 
 
 @step_of(UNSHARD)

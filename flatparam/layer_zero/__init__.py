@@ -1,8 +1,8 @@
 """LayerZero's handle, with the names and signatures of MindSpeed's LayerZeRO, for code that drives units itself.
 
 To wrap a model use ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO`` instead. The handle is
-one class in parts, each a base of the next: `_base.py`, `_sums.py`, `_freshness.py`, `_parameters.py`, `_gradients.py`,
-`handle.py`. It drives the runtime's unit without hooks: `csrc/runtime/fp_unit_by_hand.c`.
+one class in parts, each a base of the next: `_base.py`, `_sums.py`, `_parameters.py`, `_gradients.py`, `handle.py`. It
+drives the runtime's unit without hooks: `csrc/runtime/fp_unit_by_hand.c`.
 """
 
 # ruff: noqa: F401  # all names of the reference's module, private ones too
@@ -27,7 +27,7 @@ from ..common.torch_private import (
     _unsafe_setattr_tensor,
     logger,
 )
-from ._freshness import agree
+from ._parameters import agree
 from .handle import FlatParamHandle
 from .metadata import FlatParamShardMetadata, ShardParamInfo
 from .metadata import ShardParamInfo as _ShardParamInfo

@@ -269,7 +269,7 @@ class Gradients(Parameters):
         refuse_freed(shard, self._about("the reduced gradient"))
         count = torch.tensor([shard is not None], dtype=torch.int32, device=self.device)
         group = self.zero1_process_group
-        checked_collectives.wait(checked_collectives.issue(dist.all_reduce, count, group=group), group, self.device)
+        checked_collectives.run(dist.all_reduce, count, group=group)
         flat_param._saved_grad_shard = shard
         flat_param._is_grad_none_mask[:] = [param.grad is None for param in flat_param._params]
         if not count.item():
@@ -278,7 +278,7 @@ class Gradients(Parameters):
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
-        checked_collectives.wait(checked_collectives.issue(gathering(), whole, shard, group=group), group, self.device)
+        checked_collectives.run(gathering(), whole, shard, group=group)
         gradients.clear_grads(self._flat)
         _C.set_grad(flat_param, whole)
         gradients.set_unsharded_grads(self._flat, whole)

@@ -8,10 +8,15 @@
 | ``_full_prec_full_param_padded`` | ``[N]`` | ``full_prec_dtype`` | in SUMMON_FULL_PARAMS |
 
 The runtime's unit ``_core`` gathers and frees, and gives the modules views. This file builds it.
+
+A rank sees only the writes to its own masters. If one rank gathered over the zero1 group and another over the zero3
+group, they would wait for each other forever. So if control flow does not decide whether the masters are gathered, the
+ranks exchange 4 bytes.
 """
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from ..common import optimizers
 from ..common.collectives import gathering, is_sliced, name_in_cpp
 from ..common.tensors import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
@@ -29,7 +35,7 @@ from ..fsdp.desync.torch_collectives import WATCHED
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.sharding.flat_param import FlatParamSpec, describe_group
 from ..fsdp.sharding.pytrees import find_tensors
-from ._freshness import Freshness
+from ._sums import Sums
 from .metadata import with_places
 from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
 
@@ -71,10 +77,16 @@ class Waits:
             checked_collectives.look_of(self.group)(has_failed=True)
 
 
-class Parameters(Freshness):
-    """The part of the handle that shards, unshards and reshards."""
+class Parameters(Sums):
+    """The part of the handle that shards, unshards and reshards, and decides when to gather from the masters.
+
+    With ``_needs_param_sync and not _param_synced`` it does so without an exchange, as the reference does. The driver
+    may set both flags.
+    """
 
     _collectives: Collectives
+    # The versions of the masters and the optimizer steps, when the masters were gathered last
+    _seen_values = _seen_steps = -1
 
     @torch.no_grad()
     def shard(self) -> None:
@@ -254,6 +266,38 @@ class Parameters(Freshness):
         self._gathered = self._confirmed = True
         return padded
 
+    def _note_fresh(self) -> None:
+        """Note that the current masters have been gathered."""
+        self._seen_values, self._seen_steps = self._core.versions(), optimizers.taken
+
+    @property
+    def _is_changed_here(self) -> bool:
+        """Whether masters were written to here, or an optimizer has stepped, since they were gathered last."""
+        return bool(self._seen_values != self._core.versions() or self._seen_steps != optimizers.taken)
+
+    def _must_refresh(self) -> bool:
+        """Return whether to gather from the masters rather than to use what was gathered from them before.
+
+        A collective call over the zero1 group, unless in backward or control flow tells: an all-reduce of 4 bytes.
+        Raises: RuntimeError if masters were written to after agree().
+        """
+        agreed, self._agreed = self._agreed, None
+        keeps = self._has_zero3_copy or self._stays_unsharded
+        has_copy = self.flat_param._zero3_shard is not None if keeps else self._gathered
+        if not has_copy or (self._needs_param_sync and not self._param_synced):
+            return True  # known to all ranks
+        if self._state is BACKWARD_PRE or self._state is BACKWARD_POST:
+            return False  # backward goes with what its forward had
+        changed = self._is_changed_here
+        if agreed is None:
+            return _any_rank([changed], self)[0]
+        if changed and not agreed:
+            raise RuntimeError(
+                f"{self._names()} was written to after agree() and before its forward: write before, or do without "
+                "agree()"
+            )
+        return agreed
+
     def wait_unshard(self) -> None:
         """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
         if not self._is_gathering:
@@ -357,6 +401,32 @@ class Parameters(Freshness):
             self._flat._use_unsharded_views(as_params)
         else:
             self._use_unsharded_flat_param(self.flat_param._full_param_padded)
+
+
+def agree(handles: Sequence[Any]) -> None:
+    """Find out in one exchange which of ``handles`` have changed masters. Their next unshards need no exchange.
+
+    All ranks of their common zero1 group call it with the same handles, for example when a forward begins.
+    Communicates: an all-reduce of 4 bytes for each handle. Raises: ValueError for a handle of another zero1 group.
+    """
+    if not handles:
+        return
+    first = handles[0]
+    for handle in handles:
+        handle._write_back()
+        if handle.zero1_process_group is not first.zero1_process_group:
+            raise ValueError(f"expected handles of one zero1 group, but {handle._names()} has another")
+    for handle, changed in zip(handles, _any_rank([h._is_changed_here for h in handles], first), strict=True):
+        handle._agreed = changed
+
+
+def _any_rank(flags: list[bool], handle: Sums) -> list[bool]:
+    """Return for each flag whether any rank of the zero1 group has set it. A collective call."""
+    if handle.zero1_world_size == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.int32, device=handle.device)
+    checked_collectives.run(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=handle.zero1_process_group)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def _write_back_replaced(reference: "weakref.ref[Parameters]") -> None:

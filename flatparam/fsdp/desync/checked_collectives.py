@@ -110,7 +110,7 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
     assert group is not None
     trace = before(part, kind, tensor.device)
     if trace is None:
-        wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
+        run(dist.all_reduce, tensor, op=op, group=group)
     else:
         trace.core.launch()
         trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
@@ -185,6 +185,11 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     """
     _connect(group, tensors[-1].device)
     return collective(*tensors, group=group, async_op=True, **options)
+
+
+def run(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> None:
+    """Begin a collective as ``issue`` does, and wait for it as ``wait`` does."""
+    wait(issue(collective, *tensors, group=group, **options), group, tensors[-1].device)
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -129,9 +129,7 @@ def clip(
         if group.flat_param is not None:
             checked_collectives.all_reduce(norm, op, group.flat_param, _C.EVENT_CLIPS)
         if group.across is not None:
-            checked_collectives.wait(
-                checked_collectives.issue(dist.all_reduce, norm, op=op, group=group.across), group.across, device
-            )
+            checked_collectives.run(dist.all_reduce, norm, op=op, group=group.across)
         if is_max:
             norm = norm[0].masked_fill(norm[1] > 0, math.nan)
         total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
