@@ -356,7 +356,7 @@ def what_is_not_alike(folder):
     assert optimizer.state[param]["scale"] == 3.0
     if rank == 1:
         optimizer.state[param]["call"] = lambda: None
-    with pytest.raises(ValueError, match="rank 1 has what cannot be told to others"):
+    with pytest.raises(ValueError, match="rank 1 has a value that cannot be sent to other ranks"):
         FSDP.full_optim_state_dict(model, optimizer)
 
 

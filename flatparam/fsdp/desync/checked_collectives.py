@@ -355,5 +355,5 @@ def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -
     found = [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
     for rank, (problem, _) in zip(dist.get_process_group_ranks(group), found, strict=True):
         if problem is not None:
-            raise ValueError(f"rank {rank} has what cannot be told to others: {problem}")
+            raise ValueError(f"rank {rank} has a value that cannot be sent to other ranks: {problem}")
     return [other for _, other in found]

@@ -52,7 +52,7 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
             header = _header(table, full) if full else "rank 0 has no full optimizer state"
             pickle.dumps(header)
         except Exception as error:
-            header = f"rank 0 has a state that cannot be told to others: {type(error).__name__}: {error}"
+            header = f"rank 0 has a state that cannot be sent to other ranks: {type(error).__name__}: {error}"
     header = broadcast_object(header, group)
     if isinstance(header, str):
         raise ValueError(header)

@@ -86,5 +86,5 @@ def _first_difference(ranks: list[int], everyone: list[dict[str, str]]) -> tuple
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 said = f"`{name}` differs" if name != "the header" else "their headers differ"
-                return rank, f"what it loads is not what rank {ranks[0]} loads: {said}", None
+                return rank, f"its values are not those of rank {ranks[0]}: {said}", None
     raise AssertionError("the ranks load the same, but have other digests of it")
