@@ -247,8 +247,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     fp_unit_check(unit, "post_backward");
     /* A reentrant checkpoint runs a part of the unit as another graph task: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
-    const int reduces =
-        fp_root_synchronizes(root) || flat_param->plan->outer_group != NULL; /* nested: in each micro-batch */
+    const int reduces = fp_root_synchronizes(root) || fp_flat_param_is_nested(flat_param);
     if (flat_param->params != NULL &&
         fp_gradients_drop_frozen(gradients, flat_param->owners.params, flat_param->owners.n) < 0) {
         return -1;
@@ -263,7 +262,6 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         return -1;
     }
     if (!reduces || more) {
-        flat_param->deferred = reduces;
         if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0) {
             return -1;
         }
@@ -407,6 +405,35 @@ fp_backward_watch(const fp_unit *unit)
     return 0;
 }
 
+/* The backward ends: reduce the gradients of a flat parameter that are still accumulated, from earlier micro-batches or from
+ * further graph tasks of this backward. */
+static int
+reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
+{
+    if (!fp_root_synchronizes(unit->root)) {
+        if (!fp_flat_param_is_nested(flat_param) || !fp_flat_buffer_has_unreduced(flat_param->flat)) {
+            return 0;
+        }
+        if (fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_INNER) < 0) {
+            return -1;
+        }
+        return fp_reduction_finish(unit, flat_param);
+    }
+    if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
+        return 0;
+    }
+    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+        return -1;
+    }
+    if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
+        return 0;
+    }
+    if (fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_ALL) < 0) {
+        return -1;
+    }
+    return fp_reduction_finish(unit, flat_param);
+}
+
 /* The backward ends for one unit. Finish its reductions, reduce the gradients that are still accumulated, show an
  * accumulated gradient in .grad, then free the unsharded data, or keep it for no_sync or for a recorded graph. */
 static int
@@ -422,26 +449,19 @@ finish_step_of(fp_unit *unit)
         if (fp_reduction_finish(unit, flat_param) < 0) {
             return -1;
         }
-        if (fp_root_synchronizes(root) &&
-            fp_flat_buffer_has_accumulated(flat_param->flat)) { /* from earlier micro-batches */
-            if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
-                return -1;
-            }
-            flat_param->deferred = fp_flat_buffer_has_accumulated(flat_param->flat);
-        }
-        if (flat_param->deferred &&
-            (fp_reduction_start(unit, flat_param, NULL, fp_root_synchronizes(root) ? FP_REDUCE_ALL : FP_REDUCE_INNER) <
-                 0 ||
-             fp_reduction_finish(unit, flat_param) < 0)) {
+        if (reduce_accumulated(unit, flat_param) < 0) {
             return -1;
         }
         if (fp_flat_buffer_wait_copies(flat_param->flat) < 0) {
             return -1;
         }
-        if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
-            (watch(unit, k, takes_from_outside(flat_param)) < 0 ||
-             fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)) < 0)) {
-            return -1;
+        if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat)) {
+            if (watch(unit, k, takes_from_outside(flat_param)) < 0) {
+                return -1;
+            }
+            if (fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+                return -1;
+            }
         }
     }
     const int in_forward = fp_unit_is_in_forward(unit); /* that forward has called this backward, and goes on */

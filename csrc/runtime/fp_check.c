@@ -40,11 +40,12 @@ fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const 
     IMPLIES(flat_param->shown != FP_SHOWN_REDUCED, has_accumulated);
     IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, flat_param->plan->shard_group == NULL);
     IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, flat_param->plan->shard_group == NULL);
-    IMPLIES(flat_param->deferred_reduced != NULL, flat_param->shown == FP_SHOWN_UNREDUCED);
-    IMPLIES(flat_param->plan->outer_group != NULL, flat_param->plan->param_group != NULL);
+    IMPLIES(flat_param->aside.deferred_reduced != NULL, flat_param->shown == FP_SHOWN_UNREDUCED);
+    IMPLIES(fp_flat_param_is_nested(flat_param), flat_param->plan->param_group != NULL);
     HOLDS((flat_param->plan->shards > 1) == (flat_param->plan->shard_group != NULL));
     HOLDS(flat_param->synced_steps <= fp_optimizer_steps);
-    IMPLIES(flat_param->deferred, in_backward);
+    /* Not nested, it is the gradient that no_sync accumulates. */
+    IMPLIES(fp_flat_param_is_nested(flat_param) && fp_flat_buffer_has_unreduced(flat_param->flat), in_backward);
     IMPLIES(flat_param->wanted != 0, unit->root->reduce_order.n > 0);
 }
 

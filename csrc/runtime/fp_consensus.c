@@ -229,7 +229,7 @@ fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 static Py_ssize_t
 n_owners(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->outer_group == NULL ? 0 : flat_param->owners.n;
+    return fp_flat_param_is_nested(flat_param) ? flat_param->owners.n : 0;
 }
 
 /* Fill the flags of one exchange, and start it. hear() reads them in the same order. */
@@ -253,7 +253,7 @@ tell(const fp_root *root, fp_exchange *exchange)
             *flag++ = flat_param->reduce_slot == FP_REDUCE_SLOT_COMING;
             *flag++ = fp_flat_buffer_has_accumulated(flat_param->flat);
             for (Py_ssize_t owner = 0; owner < n_owners(flat_param); owner++) {
-                *flag++ = flat_param->cleared[owner];
+                *flag++ = flat_param->aside.cleared[owner];
             }
         }
         if (root->consensus.error_unit == unit) {
@@ -273,7 +273,7 @@ keeps_copy(const fp_unit *unit)
 static int
 is_nested(const fp_unit *unit)
 {
-    return fp_unit_has_secondary_shard(unit) && unit->flat_params[0].plan->outer_group != NULL;
+    return fp_unit_has_secondary_shard(unit) && fp_flat_param_is_nested(&unit->flat_params[0]);
 }
 
 int
@@ -304,7 +304,7 @@ hear(fp_exchange *exchange)
             fp_flat_param *flat_param = &exchange->units[i]->flat_params[k];
             flat_param->wanted = *flag++ != 0 ? FP_WANTED_GRADIENT : 0;
             flat_param->wanted |= *flag++ != 0 ? FP_WANTED_ACCUMULATED : 0;
-            if (flat_param->plan->outer_group != NULL) {
+            if (fp_flat_param_is_nested(flat_param)) {
                 const int left = fp_flat_param_clear_accumulated(flat_param, flag);
                 if (left < 0) {
                     return -1;

@@ -53,7 +53,7 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
-    if (flat_param->plan->shard_group != NULL || flat_param->deferred_reduced != NULL) {
+    if (flat_param->plan->shard_group != NULL || flat_param->aside.deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
     return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_ACCUMULATED;
@@ -253,7 +253,7 @@ fp_flat_param_alias(fp_flat_param *flat_param)
     }
     /* by hand (leaf) pieces are 1-D over one rank too */
     const int is_sharded = flat_param->plan->shards > 1 || flat_param->leaf != NULL;
-    return fp_torch_set_shards(&flat_param->owners, flat_param->shard, flat_param->in_rows, is_sharded);
+    return fp_torch_set_shards(&flat_param->owners, flat_param->shard, is_sharded);
 }
 
 int
@@ -322,13 +322,13 @@ clear_grads(fp_flat_param *flat_param)
 static int
 show_deferred_reduced(fp_flat_param *flat_param)
 {
-    PyObject *deferred_reduced = flat_param->deferred_reduced;
+    PyObject *deferred_reduced = flat_param->aside.deferred_reduced;
     if (deferred_reduced == NULL) {
         return 0;
     }
-    flat_param->deferred_reduced = NULL;
+    flat_param->aside.deferred_reduced = NULL;
     const fp_reduced reduced = {.tensor = deferred_reduced, .divisor = 1.0, .dtype = -1};
-    const int status = fp_gradients_add_pieces(&flat_param->owners, flat_param->in_deferred_reduced, &reduced, NULL);
+    const int status = fp_gradients_add_pieces(&flat_param->owners, flat_param->aside.has, &reduced, NULL);
     Py_DECREF(deferred_reduced);
     return status;
 }
@@ -376,17 +376,14 @@ read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (accumulated == NULL) {
         return -1;
     }
-    const fp_put_aside aside = {.tensor = &flat_param->deferred_reduced,
-                                .like = flat_param->shard,
-                                .has = flat_param->in_deferred_reduced,
-                                .frozen_share = flat_param->frozen_share};
     Py_ssize_t left;
-    if (flat_param->plan->outer_group == NULL) {
-        left = fp_gradients_check_accumulated(&flat_param->owners, accumulated, aside, drops_zeros);
+    if (!fp_flat_param_is_nested(flat_param)) {
+        left = fp_gradients_check_accumulated(&flat_param->owners, accumulated, flat_param->shard, &flat_param->aside,
+                                              drops_zeros);
     }
     else {
-        left = fp_gradients_check_pieces(&flat_param->owners, accumulated, aside, accumulated_first(flat_param),
-                                         own_first(flat_param), name, flat_param->cleared);
+        left = fp_gradients_check_pieces(&flat_param->owners, accumulated, flat_param->shard, &flat_param->aside,
+                                         accumulated_first(flat_param), own_first(flat_param), name);
     }
     Py_DECREF(accumulated);
     return left;
@@ -460,7 +457,7 @@ receivers_of(const fp_flat_param *flat_param)
     const fp_param_pieces *owners = &flat_param->owners;
     char *receives = fp_new_array(owners->n, 1);
     for (Py_ssize_t i = 0; receives != NULL && i < owners->n; i++) {
-        receives[i] = (char)(flat_param->frozen_share[i] || fp_param_requires_grad(owners->params[i]));
+        receives[i] = (char)(flat_param->aside.frozen_share[i] || fp_param_requires_grad(owners->params[i]));
     }
     return receives;
 }
@@ -475,7 +472,7 @@ fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, 
     if (receives == NULL) {
         return -1;
     }
-    memset(flat_param->frozen_share, 0, (size_t)flat_param->owners.n);
+    memset(flat_param->aside.frozen_share, 0, (size_t)flat_param->owners.n);
     const int status = fp_gradients_add_pieces(&flat_param->owners, receives, reduced, name);
     fp_free(receives);
     return status;
@@ -488,9 +485,9 @@ fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleare
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
     int status = accumulated == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
-        flat_param->cleared[i] = 0;
-        left +=
-            (fp_param_requires_grad(flat_param->owners.params[i]) || flat_param->frozen_share[i]) && cleared[i] == 0;
+        flat_param->aside.cleared[i] = 0;
+        left += (fp_param_requires_grad(flat_param->owners.params[i]) || flat_param->aside.frozen_share[i]) &&
+                cleared[i] == 0;
         if (status == 0 && accumulated != Py_None && cleared[i] != 0) {
             status = fp_gradients_clear_accumulated(flat_param->owners.geometry, i, accumulated,
                                                     accumulated_first(flat_param));
@@ -511,7 +508,7 @@ fp_flat_param_drop_accumulated(fp_flat_param *flat_param)
     }
     fp_flat_buffer_drop_grads(flat_param->flat, 1);
     for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
-        flat_param->frozen_share[i] = 0;
+        flat_param->aside.frozen_share[i] = 0;
     }
 }
 
@@ -523,7 +520,7 @@ fp_flat_param_set_accumulated(fp_flat_param *flat_param, PyObject *accumulated, 
         return -1;
     }
     for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
-        flat_param->frozen_share[i] = accumulated != Py_None && PyTuple_GET_ITEM(frozen_share, i) == Py_True;
+        flat_param->aside.frozen_share[i] = accumulated != Py_None && PyTuple_GET_ITEM(frozen_share, i) == Py_True;
     }
     return 0;
 }
@@ -546,23 +543,23 @@ static int
 defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
 {
     const fp_param_pieces *owners = &flat_param->owners;
-    PyObject *reduced = fp_gradients_collect(owners, flat_param->shard, flat_param->in_deferred_reduced);
+    PyObject *reduced = fp_gradients_collect(owners, flat_param->shard, flat_param->aside.has);
     if (reduced == NULL) {
         return -1;
     }
     if (reduced == Py_None) {
         Py_CLEAR(reduced);
     }
-    Py_XSETREF(flat_param->deferred_reduced, reduced); /* an earlier call that failed may have left one */
+    Py_XSETREF(flat_param->aside.deferred_reduced, reduced); /* an earlier call that failed may have left one */
     if (reduced == NULL) {
         return 0;
     }
     if (flat_param->plan->shard_group == NULL && flat_param->plan->replicate_group == NULL &&
         flat_param->leaf == NULL) {
         const int status = fp_torch_convert(accumulated, reduced, 1);
-        Py_CLEAR(flat_param->deferred_reduced);
+        Py_CLEAR(flat_param->aside.deferred_reduced);
         for (Py_ssize_t i = 0; i < owners->n; i++) {
-            flat_param->frozen_share[i] = (char)(flat_param->frozen_share[i] || flat_param->in_deferred_reduced[i]);
+            flat_param->aside.frozen_share[i] = (char)(flat_param->aside.frozen_share[i] || flat_param->aside.has[i]);
         }
         return status;
     }
@@ -585,7 +582,7 @@ fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
     int status = defer_reduced(flat_param, accumulated);
     char *receives = status < 0 ? NULL : receivers_of(flat_param);
     if (receives != NULL) {
-        const int64_t own = flat_param->plan->outer_group == NULL ? -1 : own_first(flat_param);
+        const int64_t own = !fp_flat_param_is_nested(flat_param) ? -1 : own_first(flat_param);
         status = fp_gradients_show_accumulated(&flat_param->owners, receives, accumulated, own);
         fp_free(receives);
     }
@@ -610,7 +607,7 @@ fp_flat_param_free(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->extension);
     Py_CLEAR(flat_param->dress);
     Py_CLEAR(flat_param->extended);
-    Py_CLEAR(flat_param->deferred_reduced);
+    Py_CLEAR(flat_param->aside.deferred_reduced);
     fp_attributes_free(&flat_param->attributes);
     fp_flat_buffer_free(flat_param->flat);
     if (flat_param->owners.geometry != flat_param->geometry) {
@@ -618,7 +615,7 @@ fp_flat_param_free(fp_flat_param *flat_param)
     }
     fp_torch_geometry_free(flat_param->geometry);
     fp_free((void *)flat_param->owners.starts);
-    fp_free(flat_param->cleared);
+    fp_free(flat_param->aside.has);
 }
 
 int
@@ -631,6 +628,6 @@ fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
     Py_VISIT(flat_param->extension);
     Py_VISIT(flat_param->dress);
     Py_VISIT(flat_param->extended);
-    Py_VISIT(flat_param->deferred_reduced);
+    Py_VISIT(flat_param->aside.deferred_reduced);
     return fp_attributes_traverse(&flat_param->attributes, visit, arg);
 }

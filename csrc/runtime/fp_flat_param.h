@@ -42,8 +42,8 @@ typedef struct {
     /* Owned. fp_flat_param_read() sets all of them but views, extended and leaf. */
     fp_attributes attributes; /* the modules and names of the n original parameters */
     fp_geometry *geometry;    /* their places in the unsharded flat parameter */
-    /* The owners: their places (geometry, if they are the original parameters), and per owner the first element in the shard
-     * and the elements there, -1: none. The arrays starts and numels are one block. */
+    /* The owners: their places (geometry, if they are the original parameters), and their pieces of the shard. The arrays are
+     * one block that begins at starts. */
     fp_param_pieces owners;
     fp_flat_buffer *flat;
     const fp_flat_buffer_plan *plan; /* its settings, borrowed from flat */
@@ -56,16 +56,11 @@ typedef struct {
     PyObject *dress; /* dress(views): gives new views the classes of their parameters, in place; NULL: not needed */
     PyObject *extended; /* the tuple that extension gave last; NULL while modules have the original parameters */
 
-    /* Gradients. The char arrays have one flag per owner, and lie in one block that begins at cleared. */
-    PyObject *deferred_reduced; /* the reduced gradient, put aside while .grad shows the accumulated one; or NULL */
-    char *in_deferred_reduced;  /* 1 if the owner has a gradient in it */
-    char *frozen_share;         /* 1 if the owner is frozen now and has a part of the accumulated gradient */
-    char *in_rows;              /* setting: 1 if the owner's piece has the shape of whole rows; 0: it is 1-D */
+    fp_put_aside aside; /* its arrays are one block that begins at has */
 
     int gathered;         /* 1: the flat buffer is gathered, or its gather is under way */
     int shows;            /* FP_SHOWS_*; set by fp_flat_param_show() and fp_flat_param_list_params() */
     fp_shown_state shown; /* the gradient that .grad of the owners shows; changed by move_shown() alone */
-    int deferred;         /* 1: the end of this backward reduces the accumulated gradient */
     int64_t versions;     /* fp_flat_param_versions() at the last gather; -1: not valid */
 
     /* The least fp_flat_buffer_holders() before a forward since the views were made. If there are more before a backward,
@@ -73,8 +68,6 @@ typedef struct {
     int64_t holders;
     int64_t synced;       /* fp_flat_param_versions() at the last gather from the shards; -1: out of date since */
     int64_t synced_steps; /* fp_optimizer_steps at that gather */
-
-    char *cleared; /* nested: 1 if the user has cleared the owner's gradient, so that other ranks must clear theirs */
 
     /* The backward under way. fp_consensus_read() sets wanted. */
     fp_reduce_slot_state reduce_slot; /* changed by fp_reduce_order_move(), reset by fp_reduce_order_forget() */
@@ -100,6 +93,13 @@ static inline int
 fp_flat_param_is_untracked(const fp_flat_param *flat_param)
 {
     return flat_param->views != NULL && !fp_flat_buffer_has_node(flat_param->flat);
+}
+
+/* 1: a backward reduces its gradients in each micro-batch, over param_group, also where no_sync accumulates them. */
+static inline int
+fp_flat_param_is_nested(const fp_flat_param *flat_param)
+{
+    return flat_param->plan->outer_group != NULL;
 }
 
 /* ---- life ---- */

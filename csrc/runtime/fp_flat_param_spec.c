@@ -35,25 +35,26 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", owners->n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    flat_param->cleared = fp_new_array(owners->n, 4);
-    int64_t *starts = flat_param->cleared == NULL ? NULL : fp_new_array(owners->n, 2 * sizeof *starts);
+    flat_param->aside.has = fp_new_array(owners->n, 3);
+    int64_t *starts = flat_param->aside.has == NULL ? NULL : fp_new_array(owners->n, 2 * sizeof *starts + 1);
     if (starts == NULL) {
         return -1;
     }
     int64_t *numels = starts + owners->n;
+    char *in_rows = (char *)(numels + owners->n);
     owners->starts = starts;
     owners->numels = numels;
-    flat_param->in_deferred_reduced = flat_param->cleared + owners->n;
-    flat_param->frozen_share = flat_param->in_deferred_reduced + owners->n;
-    flat_param->in_rows = flat_param->frozen_share + owners->n;
+    owners->in_rows = in_rows;
+    flat_param->aside.frozen_share = flat_param->aside.has + owners->n;
+    flat_param->aside.cleared = flat_param->aside.frozen_share + owners->n;
     for (Py_ssize_t i = 0; i < owners->n; i++) {
         long long start, count;
-        int in_rows;
+        int is_in_rows;
         if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
             PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel, in_rows)");
             return -1;
         }
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &in_rows)) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &is_in_rows)) {
             return -1;
         }
         if (count > 0 && (start < 0 || count > shard_numel - start)) {
@@ -63,7 +64,7 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         }
         starts[i] = start;
         numels[i] = count;
-        flat_param->in_rows[i] = (char)in_rows;
+        in_rows[i] = (char)is_in_rows;
     }
     if (flat_param->params != NULL) {
         owners->geometry = flat_param->geometry;

@@ -210,7 +210,6 @@ fp_iteration_recover(fp_root *root)
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
-            flat_param->deferred = 0;
             fp_flat_buffer_forget_written(flat_param->flat);
             fp_flat_buffer_drop_grads(flat_param->flat, flat_param->shown == FP_SHOWN_REDUCED);
             if (in_backward) {

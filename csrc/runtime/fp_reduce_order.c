@@ -118,7 +118,7 @@ read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        *shown = *shown || (flat_param->plan->outer_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
+        *shown = *shown || (fp_flat_param_is_nested(flat_param) && fp_flat_buffer_has_accumulated(flat_param->flat));
         if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
             if (!tells) {
                 return -1;
@@ -149,7 +149,7 @@ fp_reduce_order_begin(fp_root *root)
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         if (unit->root == root && fp_unit_has_secondary_shard(unit)) {
-            const int in_steps = unit->flat_params[0].plan->outer_group != NULL;
+            const int in_steps = fp_flat_param_is_nested(&unit->flat_params[0]);
             nested = nested || in_steps;
             status = read_accumulated(root, unit, fp_root_synchronizes(root) || in_steps, &shown);
         }
@@ -167,12 +167,13 @@ fp_reduce_order_begin(fp_root *root)
 static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
-    const int nested = flat_param->plan->outer_group != NULL;
-    const int has = flat_param->reduce_slot == FP_REDUCE_SLOT_PACKED || flat_param->deferred;
+    const int nested = fp_flat_param_is_nested(flat_param);
+    const int has_accumulated =
+        nested ? fp_flat_buffer_has_unreduced(flat_param->flat) : fp_flat_buffer_has_accumulated(flat_param->flat);
     if (!fp_root_synchronizes(root) && !nested) {
         return 0;
     }
-    if (has || (!nested && fp_flat_buffer_has_accumulated(flat_param->flat))) {
+    if (flat_param->reduce_slot == FP_REDUCE_SLOT_PACKED || has_accumulated) {
         return nested && !fp_root_synchronizes(root) ? FP_REDUCE_INNER : FP_REDUCE_ALL;
     }
     if (fp_consensus_read(root) < 0) {

@@ -92,7 +92,6 @@ advance_previous(fp_unit *unit)
 static int
 start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    flat_param->deferred = 0;
     fp_flat_buffer_note_trained(flat_param->flat, flat_param->owners.params, flat_param->owners.n);
     unit->root->reductions++;
     return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->shard, fp_unit_collectives(unit),

@@ -395,7 +395,6 @@ fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
     IMPLIES(flat->secondary_shard.defined(), flat->param_group != nullptr);
     IMPLIES(flat->next_secondary_shard.defined(), flat->outer_group != nullptr);
     IMPLIES(flat->partial_reduce_output.defined(), flat->outer_group != nullptr);
-    IMPLIES(flat->accumulated_grad.defined(), flat->outer_group == nullptr);
     IMPLIES(flat->host_valid, flat->offloads && flat->host.defined());
     IMPLIES(flat->host_valid, !flat->accumulated_grad.defined() && !flat->partial_reduce_output.defined());
     IMPLIES(flat->reload_buffer.defined(), flat->host_valid);

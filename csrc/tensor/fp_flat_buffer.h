@@ -213,6 +213,9 @@ int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObjec
 int fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives, fp_reduced *reduced);
 
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
+/* 1: there are gradients on the device with which no reduction has begun. Nested: those of this backward alone, in which more
+ * graph tasks come to the views; with no_sync those over param_group are accumulated. */
+int fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / param_shards], summed over
  * param_group. None: there is none. If it lies in host memory, the host waits for its copy, and the result is that memory. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);

@@ -25,8 +25,8 @@ clear_piece(const at::Tensor &whole, const fp_param_pieces &of, size_t i)
 void
 clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
 {
-    if (*aside.tensor != nullptr && aside.has[i] != 0) {
-        clear_piece(unpack(*aside.tensor), of, i);
+    if (aside.deferred_reduced != nullptr && aside.has[i] != 0) {
+        clear_piece(unpack(aside.deferred_reduced), of, i);
     }
     aside.has[i] = 0;
 }
@@ -110,23 +110,23 @@ bool
 is_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
     const at::Tensor &grad = param.unsafeGetTensorImpl()->grad();
-    if (!grad.defined() || *aside.tensor == nullptr || aside.has[i] == 0) {
+    if (!grad.defined() || aside.deferred_reduced == nullptr || aside.has[i] == 0) {
         return false;
     }
-    const at::Tensor &whole = unpack(*aside.tensor);
+    const at::Tensor &whole = unpack(aside.deferred_reduced);
     return is_shown(grad, whole, piece_of(whole, param, of, i));
 }
 
 // Put aside .grad of parameter i, a gradient of its piece, as its reduced gradient.
 void
-put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
+put_aside(fp_put_aside &aside, const at::Tensor &shard, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
     const at::Tensor own = param.unsafeGetTensorImpl()->grad();
-    if (*aside.tensor == nullptr) {
-        *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
+    if (aside.deferred_reduced == nullptr) {
+        aside.deferred_reduced = THPVariable_Wrap(zeros_like_shard(shard, own));
     }
     if (of.numels[i] > 0) {
-        const at::Tensor &whole = unpack(*aside.tensor);
+        const at::Tensor &whole = unpack(aside.deferred_reduced);
         take(at_place(whole, piece_of(whole, param, of, i)), own, i);
     }
     aside.has[i] = static_cast<char>(of.numels[i] >= 0);
@@ -428,14 +428,15 @@ fp_gradients_is_zeroed(PyObject *grad_object)
 }
 
 Py_ssize_t
-fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_object, fp_put_aside aside,
-                               int drops_zeros)
+fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_object, PyObject *shard_object,
+                               fp_put_aside *put_aside, int drops_zeros)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
-        const at::Tensor &accumulated = fp::unpack(accumulated_object);
-        const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
-        const bool has_reduced = *aside.tensor != nullptr;
+        const at::Tensor &accumulated = fp::unpack(accumulated_object), &shard = fp::unpack(shard_object);
+        fp_put_aside &aside = *put_aside;
+        const bool is_sharded = shard.numel() != of->geometry->shared->total;
+        const bool has_reduced = aside.deferred_reduced != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         fp::check_memory(accumulated);
         const std::vector<fp::Shows> shows = fp::shown_of(accumulated, has_reduced, targets, *of, -1);
@@ -465,7 +466,7 @@ fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_
             }
             if (own.defined() && own.has_storage() &&
                 (own.is_alias_of(accumulated) ||
-                 (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
+                 (aside.deferred_reduced != nullptr && own.is_alias_of(fp::unpack(aside.deferred_reduced))))) {
                 targets[i].mutable_grad() = fp::strided(own).clone(); /* a copy: its memory is cleared below */
             }
             if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
@@ -477,7 +478,7 @@ fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_
                 place.zero_();
                 fp::clear_aside(aside, *of, i);
                 if (own.defined()) {
-                    fp::put_aside(aside, targets[i], *of, i);
+                    fp::put_aside(aside, shard, targets[i], *of, i);
                 }
             }
         }
@@ -486,14 +487,16 @@ fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_
 }
 
 Py_ssize_t
-fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_object, fp_put_aside aside, int64_t first,
-                          int64_t own, const char *name, char *cleared)
+fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_object, PyObject *shard_object,
+                          fp_put_aside *put_aside, int64_t first, int64_t own, const char *name)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
-        const at::Tensor &accumulated = fp::unpack(accumulated_object);
+        const at::Tensor &accumulated = fp::unpack(accumulated_object), &shard = fp::unpack(shard_object);
+        fp_put_aside &aside = *put_aside;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const std::vector<fp::Shows> shows = fp::shown_of(accumulated, *aside.tensor != nullptr, targets, *of, own);
+        const std::vector<fp::Shows> shows =
+            fp::shown_of(accumulated, aside.deferred_reduced != nullptr, targets, *of, own);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
@@ -508,7 +511,7 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_objec
             }
             if (grad.defined() && shows[i] == fp::Shows::nothing && !targets[i].requires_grad()) {
                 fp::clear_aside(aside, *of, i);
-                fp::put_aside(aside, targets[i], *of, i);
+                fp::put_aside(aside, shard, targets[i], *of, i);
                 continue;
             }
             TORCH_CHECK_VALUE(!grad.defined() || shows[i] == fp::Shows::zeros, name, ": the gradient of parameter ", i,
@@ -517,7 +520,7 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_objec
                               "edited");
             fp::clear_aside(aside, *of, i);
             fp::clear_range(accumulated, of->geometry->shared->views[i], first);
-            cleared[i] = static_cast<char>(cleared[i] || of->numels[i] > 0);
+            aside.cleared[i] = static_cast<char>(aside.cleared[i] || of->numels[i] > 0);
         }
         return shown;
     });

@@ -7,12 +7,14 @@
 FP_BEGIN_C
 
 /* n parameters, their places in the flat parameter (geometry), and their pieces of this rank's shard: numels[i] elements from
- * element starts[i] of the shard on; numels[i] < 0: the shard has nothing of parameter i. All is borrowed. */
+ * element starts[i] of the shard on; numels[i] < 0: the shard has nothing of parameter i. in_rows[i]: 1: the piece has the
+ * shape of whole rows of the parameter; 0: it is 1-D. All is borrowed. */
 typedef struct {
     PyObject *const *params;
     Py_ssize_t n;
     const fp_geometry *geometry;
     const int64_t *starts, *numels;
+    const char *in_rows;
 } fp_param_pieces;
 
 /* Drop the gradients of those params that do not require grad: they become undefined. */
@@ -60,15 +62,15 @@ int fp_gradients_mark_zeros(PyObject *accumulated);
 /* Whether a marked gradient that was changed in place since was set to zeros. 1; 0; -1. */
 int fp_gradients_is_zeroed(PyObject *grad);
 
-/* The deferred reduced gradient of a flat parameter, put aside while .grad shows the accumulated one. All is borrowed; the
+/* The deferred reduced gradient of a flat parameter, put aside while .grad shows the accumulated one. The caller owns it; the
  * functions below update it.
- *   *tensor          [shard_numel], owned by the caller; NULL: there is none
- *   like             the shard
- *   has[n]           1: parameter i has a part in *tensor
- *   frozen_share[n]  1: parameter i does not require grad any more, and has a part in the accumulated gradient */
+ *   deferred_reduced  [shard_numel], an owned reference; NULL: there is none
+ *   has[n]            1: parameter i has a part in it
+ *   frozen_share[n]   1: parameter i does not require grad any more, and has a part in the accumulated gradient
+ *   cleared[n]        nested: 1: the user has cleared the gradient of parameter i, and other ranks are to clear theirs */
 typedef struct {
-    PyObject **tensor, *like;
-    char *has, *frozen_share;
+    PyObject *deferred_reduced;
+    char *has, *frozen_share, *cleared;
 } fp_put_aside;
 /* Reconcile accumulated, the unsharded gradient that .grad of params shows, with what users have done to .grad, by the table
  * above:
@@ -82,14 +84,14 @@ typedef struct {
  *
  * Returns how many params count in accumulated; 0: nothing is left of it. -2 - i: parameter i was changed in place while a
  * reduced gradient is put aside. -1: an exception. After a negative result parameters before i may be reconciled already. */
-Py_ssize_t fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated, fp_put_aside aside,
-                                          int drops_zeros);
+Py_ssize_t fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated, PyObject *shard,
+                                          fp_put_aside *aside, int drops_zeros);
 /* The same for nested strategies: accumulated is elements [first, first + its numel) of the unsharded gradient, added over
  * some of the ranks, and .grad shows the piece of the shard, which begins at element own of it. A gradient may be cleared,
- * on all ranks alike, but not edited: ValueError, which begins with name. cleared[i] = 1 where parameter i was cleared and
- * its piece has elements: the other ranks that hold a part of it clear theirs by it. */
-Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated, fp_put_aside aside,
-                                     int64_t first, int64_t own, const char *name, char *cleared);
+ * on all ranks alike, but not edited: ValueError, which begins with name. aside->cleared[i] becomes 1 where parameter i was
+ * cleared and its piece has elements: the other ranks that hold a part of it clear theirs by it. */
+Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated, PyObject *shard,
+                                     fp_put_aside *aside, int64_t first, int64_t own, const char *name);
 /* Set the elements of parameter i in accumulated to 0. accumulated begins at element first of the unsharded gradient. */
 int fp_gradients_clear_accumulated(const fp_geometry *geometry, Py_ssize_t i, PyObject *accumulated, int64_t first);
 

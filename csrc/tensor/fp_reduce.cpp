@@ -464,6 +464,12 @@ fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) noexcept
     return flat->accumulated_grad.defined() || flat->partial_reduce_output.defined() || flat->host_valid;
 }
 
+int
+fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) noexcept
+{
+    return flat->accumulated_grad.defined();
+}
+
 PyObject *
 fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
 {

@@ -138,7 +138,7 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library)
 extern "C" {
 
 int
-fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const char *in_rows, int marked)
+fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, int marked)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -160,7 +160,7 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
                               " is outside of the shard of ", shard.numel(), " elements");
             TORCH_CHECK_VALUE(marked || numels[i] < 0 || numel == views[i].numel, "expected all ", views[i].numel,
                               " elements of parameter ", i, ", got ", numel);
-            if (marked && (!in_rows[i] || shape.empty())) {
+            if (marked && (of->in_rows[i] == 0 || shape.empty())) {
                 shape = {numel};
                 stride = {1};
             }
