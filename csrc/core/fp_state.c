@@ -30,20 +30,22 @@ const fp_state_table fp_pass_moves = TABLE(pass_moves, pass_states, pass_events)
 
 /* ---- the unsharded data of a unit ---- */
 
-enum { SHARDED = 1 + FP_UNIT_SHARDED, PARTLY, GATHERING, UNSHARDED, KEPT };
+enum { SHARDED = 1 + FP_UNIT_SHARDED, PARTLY, GATHERING, UNSHARDED, KEPT, FOR_GRAPH };
 static const unsigned char unit_moves[FP_UNIT_EVENTS][FP_UNIT_STATES] = {
-    [FP_UNIT_BEGIN_GATHER] = {PARTLY, PARTLY, PARTLY, PARTLY, PARTLY}, /* the values may have changed since */
-    [FP_UNIT_END_START] = {0, GATHERING, 0, 0, 0},
-    [FP_UNIT_USE] = {0, 0, GATHERING, UNSHARDED, GATHERING}, /* KEPT: perhaps no call has waited for the gather */
-    [FP_UNIT_ARRIVE] = {0, 0, UNSHARDED, 0, 0},
-    [FP_UNIT_FAIL] = {0, 0, PARTLY, 0, 0},
-    [FP_UNIT_FREE_SOME] = {SHARDED, PARTLY, PARTLY, PARTLY, PARTLY},
-    [FP_UNIT_FREE] = {SHARDED, SHARDED, SHARDED, SHARDED, SHARDED},
-    [FP_UNIT_KEEP] = {0, 0, KEPT, KEPT, KEPT},
+    [FP_UNIT_BEGIN_GATHER] = {PARTLY, PARTLY, PARTLY, PARTLY, PARTLY, PARTLY}, /* the values may have changed since */
+    [FP_UNIT_END_START] = {0, GATHERING, 0, 0, 0, 0},
+    [FP_UNIT_USE] = {0, 0, GATHERING, UNSHARDED, GATHERING,
+                     GATHERING}, /* kept: perhaps no call has waited for the gather */
+    [FP_UNIT_ARRIVE] = {0, 0, UNSHARDED, 0, 0, 0},
+    [FP_UNIT_FAIL] = {0, 0, PARTLY, 0, 0, 0},
+    [FP_UNIT_FREE_SOME] = {SHARDED, PARTLY, PARTLY, PARTLY, PARTLY, PARTLY},
+    [FP_UNIT_FREE] = {SHARDED, SHARDED, SHARDED, SHARDED, SHARDED, SHARDED},
+    [FP_UNIT_KEEP] = {0, 0, KEPT, KEPT, KEPT, KEPT},
+    [FP_UNIT_KEEP_FOR_GRAPH] = {0, 0, FOR_GRAPH, FOR_GRAPH, FOR_GRAPH, FOR_GRAPH},
 };
-static const char *const unit_states[] = {"SHARDED", "PARTLY", "GATHERING", "UNSHARDED", "KEPT"};
-static const char *const unit_events[] = {"begin_gather", "end_start", "use",  "arrive",
-                                          "fail",         "free_some", "free", "keep"};
+static const char *const unit_states[] = {"SHARDED", "PARTLY", "GATHERING", "UNSHARDED", "KEPT", "KEPT_FOR_GRAPH"};
+static const char *const unit_events[] = {"begin_gather", "end_start", "use",  "arrive",        "fail",
+                                          "free_some",    "free",      "keep", "keep_for_graph"};
 const fp_state_table fp_unit_moves = TABLE(unit_moves, unit_states, unit_events);
 
 /* ---- the storage of a flat parameter ---- */

@@ -52,7 +52,8 @@ typedef enum {
     FP_UNIT_PARTLY,      /* some flat parameters are gathered, or being gathered */
     FP_UNIT_GATHERING,   /* all flat parameters are gathered, or being gathered */
     FP_UNIT_UNSHARDED,   /* all flat parameters are gathered */
-    FP_UNIT_KEPT,        /* all are gathered since an earlier pass: no_sync or a recorded graph needs the data */
+    FP_UNIT_KEPT, /* all are gathered since an earlier pass: no_sync keeps the data, for forwards until it is stale */
+    FP_UNIT_KEPT_FOR_GRAPH, /* all are gathered since an earlier pass: a recorded graph needs the data, no forward uses it */
     FP_UNIT_STATES,
 } fp_unit_state;
 
@@ -64,7 +65,8 @@ typedef enum {
     FP_UNIT_FAIL,             /* a gather has failed */
     FP_UNIT_FREE_SOME,        /* a flat parameter was freed, others are still gathered */
     FP_UNIT_FREE,             /* the last gathered flat parameter was freed */
-    FP_UNIT_KEEP,             /* a pass ends, and the data stays for later ones */
+    FP_UNIT_KEEP,             /* a pass ends, and the data stays for the forwards of later ones */
+    FP_UNIT_KEEP_FOR_GRAPH,   /* a pass ends, and the data stays for a recorded graph */
     FP_UNIT_EVENTS,
 } fp_unit_event;
 

@@ -66,13 +66,14 @@ fp_unit_check(const fp_unit *unit, const char *where)
     HOLDS(unit->pending >= 0);
     IMPLIES(unit->state == FP_UNIT_SHARDED, gathered == 0);
     IMPLIES(fp_unit_is_full(unit), gathered == unit->n_flat_params);
-    IMPLIES(unit->state == FP_UNIT_KEPT, unit->accumulated_in_no_sync || unit->for_graph);
+    IMPLIES(unit->state == FP_UNIT_KEPT_FOR_GRAPH, unit->for_graph);
+    IMPLIES(unit->state == FP_UNIT_KEPT, !unit->reshard_after_forward);
     IMPLIES(unit->for_graph, unit->recorded >= 0);
     HOLDS((unit->ahead >> 2 & FP_AHEAD_OBSERVED & ~unit->ahead) == 0); /* what is learned was observed */
     if (root == NULL) {
         return;
     }
-    HOLDS(unit->gather_pass <= root->pass && unit->entered_pass <= root->pass && unit->stale_pass <= root->pass);
+    HOLDS(unit->gather_pass <= root->pass && unit->entry < root->entries);
     HOLDS(unit->recorded <= root->optimizer_steps && unit->gather_steps <= root->optimizer_steps);
     HOLDS(unit->position < root->order.n);
     IMPLIES(unit->position >= 0, root->order.items[unit->position] == unit);

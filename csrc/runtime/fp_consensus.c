@@ -144,8 +144,7 @@ ask_old(fp_unit *unit)
 static void
 hear_old(fp_unit *unit, int any)
 {
-    unit->stale = any;
-    unit->stale_pass = any ? unit->root->pass : unit->stale_pass;
+    unit->stale = any ? FP_STALE_YES : FP_STALE_NO;
 }
 
 static int

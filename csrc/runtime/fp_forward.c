@@ -20,18 +20,18 @@ prefetch_forward(fp_unit *unit, int first)
         root->last_forward->next_forward = unit;
     }
     root->last_forward = unit;
-    if (first && fp_unit_has_secondary_shard(unit) && unit->stale_pass == root->pass) {
+    if (first && fp_unit_has_secondary_shard(unit) && unit->stale != FP_STALE_NO) {
         if (root->last_refreshed != NULL) {
             root->last_refreshed->next_refreshed = unit;
         }
         root->last_refreshed = unit;
         fp_unit *stale = unit->next_refreshed;
-        if (stale != NULL && stale->stale && fp_unshard_start(stale) < 0) {
+        if (stale != NULL && stale->stale == FP_STALE_YES && fp_unshard_start(stale) < 0) {
             return -1;
         }
     }
     fp_unit *next = unit->next_forward;
-    if (next == NULL || next->stale || !fp_fresh_may_gather_ahead(next)) {
+    if (next == NULL || next->stale == FP_STALE_YES || !fp_fresh_may_gather_ahead(next)) {
         return 0;
     }
     const int fresh = fp_fresh_is_of_now(next);
@@ -81,9 +81,8 @@ pre_forward(fp_unit *unit)
     if (unit->depth == 1) {
         unit->began = fp_graph_now();
     }
-    const int first = !fp_root_in_backward(root) && unit->entered_pass != root->pass;
+    const int first = !fp_root_in_backward(root) && unit->entry < 0;
     if (first) {
-        unit->entered_pass = root->pass;
         unit->entered = root->order.n;
         unit->entry = root->entries++;
     }

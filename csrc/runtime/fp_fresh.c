@@ -83,7 +83,7 @@ fp_fresh_is_of_now(const fp_unit *unit)
         return 1;
     }
     if (fp_unit_has_secondary_shard(unit)) {
-        return !unit->stale && is_of_this_pass; /* in a later pass requires_grad may have changed */
+        return unit->stale != FP_STALE_YES && is_of_this_pass; /* in a later pass requires_grad may have changed */
     }
     if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
         return 1;
@@ -91,9 +91,13 @@ fp_fresh_is_of_now(const fp_unit *unit)
     if (!fp_unit_is_sharded(unit)) {
         return is_of_now_here(unit);
     }
-    return unit->state == FP_UNIT_KEPT
-               ? unit->accumulated_in_no_sync && !unit->stale
-               : is_of_this_pass && unit->gather_steps == root->optimizer_steps && trains_as_gathered(unit);
+    if (unit->state == FP_UNIT_KEPT) {
+        return unit->stale != FP_STALE_YES;
+    }
+    if (unit->state == FP_UNIT_KEPT_FOR_GRAPH || !is_of_this_pass) {
+        return 0;
+    }
+    return unit->gather_steps == root->optimizer_steps && trains_as_gathered(unit);
 }
 
 /* ---- asked when a forward begins ---- */
@@ -101,8 +105,8 @@ fp_fresh_is_of_now(const fp_unit *unit)
 int
 fp_fresh_is_asked(const fp_unit *unit)
 {
-    return fp_unit_has_secondary_shard(unit) || (fp_unit_is_sharded(unit) && unit->state == FP_UNIT_KEPT &&
-                                                 unit->accumulated_in_no_sync && !is_captured(unit));
+    return fp_unit_has_secondary_shard(unit) ||
+           (fp_unit_is_sharded(unit) && unit->state == FP_UNIT_KEPT && !is_captured(unit));
 }
 
 /* This rank's answer for one flat parameter: 1: its values have changed since the gather, as far as versions and steps tell. */
@@ -178,7 +182,7 @@ fp_fresh_learn(fp_unit *unit)
     }
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
         fp_unit *other = root->units.items[s];
-        if (other->entered_pass != root->pass && !is_learned(other)) {
+        if (other->entry < 0 && !is_learned(other)) {
             other->seen_writes = writes_to(other);
         }
     }

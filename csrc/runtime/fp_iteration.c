@@ -259,7 +259,9 @@ fp_iteration_begin(fp_root *root)
         fp_model_trace_begin_pass(PyTuple_GET_ITEM(root->model_traces, i));
     }
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
-        root->units.items[s]->position = root->units.items[s]->seen_writes = -1;
+        fp_unit *unit = root->units.items[s];
+        unit->position = unit->entry = unit->seen_writes = -1;
+        unit->stale = unit->stale == FP_STALE_GATHERED ? FP_STALE_NO : unit->stale;
     }
     root->order.n = 0;
     root->last_forward = root->last_refreshed = NULL;
@@ -270,8 +272,13 @@ fp_iteration_begin(fp_root *root)
 static int
 refresh(fp_root *root, fp_unit *unit)
 {
-    const int is_due = unit->root == root && fp_unit_has_secondary_shard(unit) && unit->stale;
-    return is_due && (fp_unshard_make_full(unit) < 0 || fp_unshard_release(unit) < 0) ? -1 : 0;
+    if (unit->root != root || !fp_unit_has_secondary_shard(unit) || unit->stale != FP_STALE_YES) {
+        return 0;
+    }
+    if (fp_unshard_make_full(unit) < 0) {
+        return -1;
+    }
+    return fp_unshard_release(unit);
 }
 
 int

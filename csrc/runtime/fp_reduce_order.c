@@ -12,7 +12,7 @@ enum { AHEAD = 2 }; /* units whose accumulated gradients are copied to the devic
 static int
 took_part(const fp_unit *unit)
 {
-    return unit->position >= 0 && unit->entered_pass == unit->root->pass;
+    return unit->position >= 0 && unit->entry >= 0;
 }
 
 /* 1: some flat parameter of the unit gets a gradient on this rank that has not come yet. */

@@ -121,6 +121,13 @@ typedef struct {
     int64_t gathers, refreshes, reductions;
 } fp_root;
 
+/* Whether the gathered data, or the secondary shard, of a unit is older than some rank's shard. Alike on all ranks. */
+typedef enum {
+    FP_STALE_NO = 0,
+    FP_STALE_YES,      /* the next gather is from the shards */
+    FP_STALE_GATHERED, /* it was when this pass began, and was gathered from the shards since */
+} fp_staleness;
+
 /* _C.Unit. It owns its flat parameters. Autograd refers to it by ref, which outlives it. */
 typedef struct fp_unit {
     PyObject_HEAD
@@ -141,9 +148,8 @@ typedef struct fp_unit {
     int reshard_after_forward;
 
     /* Staleness: fp_fresh.c. */
-    int stale;   /* 1: the next gather is from the shards, as some rank has changed one. Alike on all ranks */
+    fp_staleness stale;
     int suspect; /* set by Python, say after an interruption: the next pass compares the gathered data with the shard */
-    int64_t stale_pass; /* the last pass that began with stale at 1 */
 
     /* The iteration. */
     fp_pass_state pass;  /* changed by fp_iteration_move() alone */
@@ -152,17 +158,16 @@ typedef struct fp_unit {
     Py_ssize_t pending;  /* forwards with inputs whose gradients are not there yet; frozen data may be freed at 0 */
     int64_t rests;  /* generation: incremented at the end of each backward; callbacks of older forwards are ignored */
     uint64_t began; /* fp_graph_now() at the start of its outermost forward, the one under way or the last one */
-    int64_t gather_pass;  /* the last pass that gathered or used the unsharded data; -1: the data is not valid */
-    int64_t entered_pass; /* the last pass that ran its forward; -1: none */
-    Py_ssize_t entered;   /* root->order.n when its first forward of that pass began */
-    Py_ssize_t entry; /* number of that first forward, counted by root->entries: units are reduced in reverse of it */
+    int64_t gather_pass; /* the last pass that gathered or used the unsharded data; -1: the data is not valid */
+    Py_ssize_t entered;  /* root->order.n when its first forward of that pass began */
+    /* Number of that first forward, counted by root->entries: units are reduced in reverse of it. -1: none in this pass. */
+    Py_ssize_t entry;
 
     /* Validity of the unsharded data: fp_fresh.c. */
     int64_t
-        accumulated_steps; /* fp_optimizer_steps at the gather; in state KEPT: when kept, -1: no forward may use it */
-    int64_t gather_steps;  /* root->optimizer_steps at the gather */
-    int accumulated_in_no_sync; /* valid in KEPT. 1: no_sync() kept it, and forwards may use it until it is stale */
-    int for_graph;              /* 1: a graph recorded with create_graph=True needs the data, so it is not freed */
+        accumulated_steps; /* fp_optimizer_steps at the gather, or when no_sync kept the data; -1: no forward may use it */
+    int64_t gather_steps; /* root->optimizer_steps at the gather */
+    int for_graph;        /* 1: a graph recorded with create_graph=True needs the data, so it is not freed */
 
     /* Writes to the shard between the start of a forward of the model and this unit's turn, which forbid gathering ahead:
      * fp_fresh.c. */

@@ -146,7 +146,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     fp_iteration_leave_root(unit);
     root->units.items[root->units.n++] = unit; /* there is room */
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->gather_pass = unit->entered_pass = unit->accumulated_steps = unit->recorded = unit->seen_writes = -1;
+    unit->gather_pass = unit->entry = unit->accumulated_steps = unit->recorded = unit->seen_writes = -1;
     Py_XDECREF(left);
     Py_RETURN_NONE;
 }

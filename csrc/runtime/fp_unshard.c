@@ -225,8 +225,8 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             continue;
         }
         flat_param->gathered = 0;
-        const int refresh =
-            !fp_flat_param_has_secondary_shard(flat_param) || (unit->stale && !fp_root_in_backward(root));
+        const int refresh = !fp_flat_param_has_secondary_shard(flat_param) ||
+                            (unit->stale == FP_STALE_YES && !fp_root_in_backward(root));
         if (!refresh && fp_flat_buffer_is_gathered(flat_param->flat)) {
             flat_param->gathered = 1;
             continue; /* it stays gathered, and its values are current */
@@ -293,7 +293,7 @@ start_gather(fp_unit *unit)
     if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* code of the user has freed it meanwhile */
         return -1;
     }
-    unit->stale = 0;
+    unit->stale = unit->stale == FP_STALE_NO ? FP_STALE_NO : FP_STALE_GATHERED;
     unit->suspect = unit->suspect && fp_unit_has_secondary_shard(unit);
     root->gathers += gathered && fp_unit_is_sharded(unit);
     fp_unit_check(unit, "start_gather");
@@ -412,8 +412,7 @@ int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
     unit->accumulated_steps = steps;
-    unit->accumulated_in_no_sync = steps >= 0;
-    if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
+    if (fp_unshard_move(unit, steps >= 0 ? FP_UNIT_KEEP : FP_UNIT_KEEP_FOR_GRAPH) < 0) {
         return -1;
     }
     fp_unit_check(unit, "keep");

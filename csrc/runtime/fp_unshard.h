@@ -26,8 +26,7 @@ int fp_unshard_make_full(fp_unit *unit);
 /* 1: the backward that runs must not free the data: it records a graph (create_graph), or keeps a graph that was recorded
  * so. */
 int fp_unshard_is_for_graph(const fp_unit *unit);
-/* Keep the data after this pass: state KEPT. steps: fp_optimizer_steps now, and forwards may use the data until it is
- * stale; -1: only a graph may. */
+/* Keep the data after this pass. steps: fp_optimizer_steps now: state KEPT; -1: KEPT_FOR_GRAPH. */
 int fp_unshard_keep(fp_unit *unit, int64_t steps);
 /* A forward of the unit is over. Free the data unless awaits_backward is 1 or a graph needs it, and show the original
  * parameters. A sharded unit that awaits its backward and is not resharded goes on showing its views. */
