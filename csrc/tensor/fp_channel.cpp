@@ -311,6 +311,12 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 }
 
 void
+wait_for(Pending &pending)
+{
+    wait_for(pending.work, pending.group);
+}
+
+void
 wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced)
 {
     if (!work) {
@@ -327,17 +333,18 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool slice
 }
 
 bool
-give_up(c10d::Work &work, fp_group &group)
+give_up(const Pending &pending)
 {
-    if (group.sliced && !work.isCompleted()) {
-        try {
-            group.given_up = group.given_up || !wait_a_while(work);
-        }
-        catch (...) { // it has failed: the next wait raises that
-        }
-        return work.isCompleted();
+    fp_group &group = *pending.group;
+    if (!group.sliced || pending.work->isCompleted()) {
+        return true;
     }
-    return true;
+    try {
+        group.given_up = group.given_up || !wait_a_while(*pending.work);
+    }
+    catch (...) { // it has failed: the next wait raises that
+    }
+    return pending.work->isCompleted();
 }
 
 bool

@@ -27,6 +27,33 @@ struct fp_group {
 
 namespace fp {
 
+// A collective that was issued from C++ and has not ended.
+struct Pending {
+    c10::intrusive_ptr<c10d::Work> work; // null: none is under way
+    fp_group *group = nullptr;           // of the last one, borrowed
+    // Between fp_flat_buffers_begin() and _end() collectives may join into one call. joined: this one has begun there, and
+    // the work of that call replaces its work.
+    enum class Join { alone, may, joined } join = Join::alone;
+
+    explicit operator bool() const
+    {
+        return work != nullptr;
+    }
+    void begin(fp_group &over, c10::intrusive_ptr<c10d::Work> begun)
+    {
+        group = &over;
+        work = std::move(begun);
+        join = join == Join::may ? Join::joined : join;
+    }
+    void end_join(const c10::intrusive_ptr<c10d::Work> &all)
+    {
+        if (join == Join::joined && work && all) {
+            work = all;
+        }
+        join = Join::alone;
+    }
+};
+
 // Tell the watchers which collective is about to begin over group. If a watcher raises, its exception is thrown, and the
 // collective must not be issued.
 void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
@@ -61,12 +88,13 @@ void call_python(PyObject *collectives, const char *name, const at::Tensor &outp
 // Wait for work over group; null: return at once. work becomes null when it has ended or failed; a failure is thrown. If a
 // watcher ends the wait, its exception is thrown and work stays: the collective goes on, and can be waited for again.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
+void wait_for(Pending &pending);
 // The same for work of another backend than group's (a sum on the host). sliced: whether that backend's waits are cut.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced);
 
-// Wait 300 ms at most for work of an interrupted pass: other ranks may never issue their part. Returns whether it has ended;
-// true without a wait if waits are not sliced. A failure of work is not thrown.
-bool give_up(c10d::Work &work, fp_group &group);
+// Wait 300 ms at most for a collective that is under way, of an interrupted pass: other ranks may never issue their part.
+// Returns whether it has ended; true without a wait if waits are not sliced. A failure of the work is not thrown.
+bool give_up(const Pending &pending);
 
 // Whether a watcher says that pending collectives of group may never end (is_broken() of fp_group_calls).
 bool is_broken(const fp_group &group);

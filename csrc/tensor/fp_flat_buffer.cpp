@@ -389,9 +389,10 @@ fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
 #define IMPLIES(condition, other) hold(!(condition) || (other), #condition " implies " #other)
     HOLDS(flat->unsharded.defined() == flat->unsharded_data.defined());
     IMPLIES(flat->data != FP_DATA_SHARDED, flat->unsharded.defined());
-    IMPLIES(flat->work != nullptr, flat->is_under_way());
+    IMPLIES(flat->gather, flat->is_under_way());
     IMPLIES(flat->node != nullptr, flat->unit != nullptr);
-    IMPLIES(flat->join == fp_flat_buffer::Join::joined, flat->work != nullptr || flat->reduction != nullptr);
+    IMPLIES(flat->gather, flat->gather.group != nullptr);
+    IMPLIES(flat->reduction, flat->reduction.group != nullptr);
     IMPLIES(flat->secondary_shard.defined(), flat->param_group != nullptr);
     IMPLIES(flat->next_secondary_shard.defined(), flat->outer_group != nullptr);
     IMPLIES(flat->partial_reduce_output.defined(), flat->outer_group != nullptr);
@@ -399,7 +400,7 @@ fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
     IMPLIES(flat->host_valid, !flat->accumulated_grad.defined() && !flat->partial_reduce_output.defined());
     IMPLIES(flat->reload_buffer.defined(), flat->host_valid);
     IMPLIES(flat->gradient == FP_GRADIENT_NONE || flat->gradient == FP_GRADIENT_PACKED, !flat->reduction);
-    IMPLIES(flat->gradient == FP_GRADIENT_NONE, !flat->reduce_input.defined() && !flat->reduce_slice.defined());
+    IMPLIES(flat->gradient == FP_GRADIENT_NONE, !flat->reduce_input.defined() && !flat->reduce_output.defined());
     IMPLIES(flat->gradient == FP_GRADIENT_PACKED, flat->reduce_input.defined());
     IMPLIES(flat->seen_version != flat->shown_version, flat->node != nullptr || flat->unsharded.defined());
 #undef HOLDS

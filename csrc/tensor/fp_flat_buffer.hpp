@@ -26,23 +26,20 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     fp_data_state data = FP_DATA_SHARDED; // the state of unsharded; only fp::move changes it
     at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: param_group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
-    c10::intrusive_ptr<c10d::Work> work;  // the pending gather; null: none
-    fp_group *work_group = nullptr;       // its group, borrowed
-    // may: between fp_flat_buffers_begin and _end, where collectives join into one call. joined: the collective of this flat
-    // buffer is part of that call, whose work replaces its own.
-    enum class Join { alone, may, joined } join = Join::alone;
+    fp::Pending gather;
     at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output; // nested, in its place: [total / param_shards], reduced over param_group
-    at::Tensor reduce_input, reduce_output;   // of the pending reduction, in reduce_dtype_of(shard)
-    at::Tensor reduce_slice;                  // the part of reduce_input to copy to reduce_output after an all-reduce
-    c10::intrusive_ptr<c10d::Work> reduction; // the pending reduction; null: none
-    bool is_divided = false;                  // the reduced gradient is divided by postdivide already
-    at::Tensor arriving_grad;                 // the reduced gradient; on the host valid from has_arrived on
-    std::optional<fp::Mark> was_read;         // after the copy from a shard on the host; none: nothing to wait for
-    std::optional<fp::Mark> was_filled;       // after a gather without a work, as copies make
-    std::optional<fp::Mark> has_arrived;      // after the copy to a shard's gradient on the host
-    fp::Home home;                            // of the memory of unsharded
-    fp::Home accumulated_home;                // of the memory of the accumulated gradient
+    at::Tensor partial_reduce_output; // nested: [total / param_shards], gradients reduced over param_group
+    at::Tensor reduce_input;          // of the pending reduction, in reduce_dtype_of(shard)
+    // Its output, which may be a slice of the input until the wait; then the reduced gradient, on the host valid from
+    // has_arrived on.
+    at::Tensor reduce_output;
+    fp::Pending reduction;
+    bool is_divided = false;                       // the reduced gradient is divided by postdivide already
+    std::optional<fp::Mark> was_read;              // after the copy from a shard on the host; none: nothing to wait for
+    std::optional<fp::Mark> was_filled;            // after a gather without a work, as copies make
+    std::optional<fp::Mark> has_arrived;           // after the copy to a shard's gradient on the host
+    fp::Home home;                                 // of the memory of unsharded
+    fp::Home accumulated_home;                     // of the accumulated gradient
     fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
     at::Tensor host;                  // the accumulated gradient between backwards; pinned beside an accelerator
     bool host_valid = false;          // host has the values, and the device has none
@@ -59,10 +56,6 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
 
     explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
-    void note_joined()
-    {
-        join = join == Join::may ? Join::joined : join;
-    }
     // Whether code outside may read the memory of unsharded by its address: then it must not be freed or written to.
     bool is_borrowed() const
     {

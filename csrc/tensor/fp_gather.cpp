@@ -48,13 +48,11 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
     check_memory(own, name_of(flat));
     const at::Tensor output = as_sent(whole), input = as_sent(own);
     announce(group, FP_EVENT_GATHERS);
-    flat.work_group = &group;
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "all_gather", output, input, group);
         return false;
     }
-    flat.work = all_gather(group, output, input);
-    flat.note_joined();
+    flat.gather.begin(group, all_gather(group, output, input));
     return true;
 }
 
@@ -105,7 +103,7 @@ end_filling(fp_flat_buffer &flat)
 void
 hide(fp_flat_buffer &flat, const char *reason)
 {
-    if (flat.filling.defined() && (flat.work || flat.was_filled)) {
+    if (flat.filling.defined() && (flat.gather || flat.was_filled)) {
         set_hidden(flat, reason);
     }
     else {
@@ -130,7 +128,7 @@ void
 fail(fp_flat_buffer &flat)
 {
     end_filling(flat);
-    flat.work.reset();
+    flat.gather.work.reset();
     flat.next_secondary_shard.reset();
     move(flat, FP_DATA_FAIL);
 }
@@ -139,7 +137,7 @@ fail(fp_flat_buffer &flat)
 void
 drop_void(fp_flat_buffer &flat)
 {
-    if (flat.work && flat.is_under_way() && flat.home.is_void()) {
+    if (flat.gather && flat.is_under_way() && flat.home.is_void()) {
         fail(flat);
     }
 }
@@ -248,23 +246,29 @@ group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &devi
     return native != nullptr && native->getBackend(device.type())->supportsCoalescing() ? native : nullptr;
 }
 
+// The collective of this kind (FP_JOIN_*).
+Pending &
+pending_of(fp_flat_buffer &flat, int what)
+{
+    return what == FP_JOIN_GATHERS ? flat.gather : flat.reduction;
+}
+
 } // namespace
 
 bool
 is_lost(fp_flat_buffer &flat)
 {
     drop_void(flat);
-    const fp_group *group = flat.work_group;
-    if (!flat.work || group == nullptr || (flat.data != FP_DATA_ABANDONED && !is_broken(*group))) {
+    if (!flat.gather || (flat.data != FP_DATA_ABANDONED && !is_broken(*flat.gather.group))) {
         return false;
     }
     move(flat, FP_DATA_ABANDON);
     const SparedCaptures spared(flat.unsharded.device());
-    if (!flat.work->isCompleted()) {
+    if (!flat.gather.work->isCompleted()) {
         return true;
     }
     try {
-        flat.work->synchronize(); // gloo's work is completed before its stream has copied to the device
+        flat.gather.work->synchronize(); // gloo's work is completed before its stream has copied to the device
     }
     catch (...) { // it has failed: nothing writes any more
     }
@@ -285,20 +289,20 @@ wait_for_gather(fp_flat_buffer &flat)
 {
     wait_for_fill(flat);
     drop_void(flat);
-    if (!flat.work) {
+    if (!flat.gather) {
         show(flat);
         return;
     }
     try {
-        wait_for(flat.work, flat.work_group);
+        wait_for(flat.gather);
     }
     catch (...) {
-        if (!flat.work && flat.is_under_way()) {
+        if (!flat.gather && flat.is_under_way()) {
             fail(flat);
         }
         throw;
     }
-    if (!flat.work && flat.is_under_way()) { // else another thread has waited for it meanwhile
+    if (!flat.gather && flat.is_under_way()) { // else another thread has waited for it meanwhile
         move(flat, FP_DATA_ARRIVE);
     }
     show(flat);
@@ -327,7 +331,7 @@ fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shar
         }
         native->startCoalescing(device.type());
         for (Py_ssize_t k = 0; k < n; k++) {
-            flats[k]->join = fp_flat_buffer::Join::may;
+            fp::pending_of(*flats[k], what).join = fp::Pending::Join::may;
         }
         return 1;
     });
@@ -346,11 +350,7 @@ fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
             fp::note_begun(*native, work);
         }
         for (Py_ssize_t k = 0; k < n; k++) {
-            auto &begun = what == FP_JOIN_GATHERS ? flats[k]->work : flats[k]->reduction;
-            if (flats[k]->join == fp_flat_buffer::Join::joined && begun && work) {
-                begun = work;
-            }
-            flats[k]->join = fp_flat_buffer::Join::alone;
+            fp::pending_of(*flats[k], what).end_join(work);
         }
     });
 }
@@ -414,7 +414,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             fp::set_hidden(*flat, hidden);
             throw;
         }
-        if (fp::has_streams(device) && !flat->work) {
+        if (fp::has_streams(device) && !flat->gather) {
             flat->was_filled.emplace(fp::recorded_now(device));
         }
         fp::hide(*flat, hidden);
@@ -444,19 +444,17 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         fp::drop_void(*flat);
-        const c10::intrusive_ptr<c10d::Work> work =
-            flat->work; /* kept: without the GIL another thread may replace it */
-        if (!work || flat->work_group == nullptr || fp::is_captured(flat->unsharded.device())) {
-            return 0; /* captured work has not run */
+        const fp::Pending gather = flat->gather; /* without the GIL another thread may replace it */
+        if (!gather || fp::is_captured(flat->unsharded.device())) {
+            return; /* captured work has not run */
         }
         const fp::SparedCaptures spared(flat->unsharded.device());
-        if (!fp::give_up(*work, *flat->work_group)) {
+        if (!fp::give_up(gather)) {
             fp::move(*flat, FP_DATA_ABANDON);
         }
-        else if (work->isCompleted()) {
+        else if (gather.work->isCompleted()) {
             fp::wait_for_gather(*flat); /* returns at once; forgets a gather that has failed */
         }
-        return 0;
     });
 }
 

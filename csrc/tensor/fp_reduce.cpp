@@ -4,7 +4,7 @@
 //   gradients of views -> reduce_input           packed in reduce_dtype, divided by predivide
 //   reduce_input -> reduce_output [shard_numel]  reduce-scatter over shard_group
 //   reduce_output                                all-reduce over replicate_group, if there is one
-//   reduce_output -> arriving_grad               divided by postdivide; copied if the shard lies on the host
+//   reduce_output                                divided by postdivide; copied if the shard lies on the host
 //
 //   nested, over two groups one after the other:
 //   reduce_input -> reduce_output [part]         over param_group; added to partial_reduce_output
@@ -36,20 +36,6 @@ is_reducing_inner(const fp_flat_buffer &flat)
     return flat.gradient == FP_GRADIENT_REDUCING_INNER || flat.gradient == FP_GRADIENT_REDUCING_PARTIAL;
 }
 
-// The group of the pending reduction.
-const fp_group *
-reducing_over(const fp_flat_buffer &flat)
-{
-    const bool inner = is_reducing_inner(flat);
-    if (!inner && flat.replicate_group != nullptr) {
-        return flat.replicate_group;
-    }
-    if (flat.outer_group != nullptr) {
-        return inner ? flat.param_group : flat.outer_group;
-    }
-    return flat.shard_group;
-}
-
 // The factor by which the collective multiplies its addends, so that no division is left: 1 / postdivide where that is a
 // power of two, and so exact, and where the backend can; else 1.
 double
@@ -62,56 +48,54 @@ factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor 
                : 1.0;
 }
 
-// Start to reduce reduce_input to reduce_output over group. gloo's reduce_scatter is an all-reduce of a copy, whose wait cannot
-// be interrupted. An all-reduce in place can be, and needs no copy. Under a dispatch mode it is a reduce_scatter all the same:
-// tools that count collectives then see the one they expect.
-c10::intrusive_ptr<c10d::Work>
-start_reduction(fp_flat_buffer &flat, const fp_group &group)
-{
-    if (!group.sliced || c10::impl::dispatch_mode_enabled()) {
-        const double factor = factor_over(flat, group, flat.reduce_input);
-        auto work = reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor);
-        flat.is_divided = factor != 1.0;
-        return work;
-    }
-    const int64_t numel = flat.reduce_output.numel();
-    flat.reduce_slice = alias(flat.reduce_input, numel, int64_t{1},
-                              flat.reduce_input.storage_offset() + group.native->getRank() * numel);
-    return all_reduce(group, flat.reduce_input);
-}
-
 // Wait for the pending reduction, if there is one. Throws: it has failed, and fails again in the next call; or the wait was
 // interrupted, and may be repeated.
 void
 wait_for_reduction(fp_flat_buffer &flat)
 {
-    const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction;
+    const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction.work;
     try {
-        wait_for(flat.reduction, reducing_over(flat));
+        wait_for(flat.reduction);
     }
     catch (...) {
-        flat.reduction = reduction; // a failed work fails again
+        flat.reduction.work = reduction; // a failed work fails again
         throw;
     }
-    if (flat.reduce_slice.defined()) {
-        check_memory(flat.reduce_slice, name_of(flat));
-        flat.reduce_output.copy_(flat.reduce_slice);
-        flat.reduce_slice.reset();
+    if (flat.reduce_input.defined() && flat.reduce_output.numel() < flat.reduce_input.numel() &&
+        storage_of(flat.reduce_output) == storage_of(flat.reduce_input)) { /* reduced in place */
+        check_memory(flat.reduce_output, name_of(flat));
+        flat.reduce_output = flat.reduce_output.clone();
     }
 }
 
-// Issue the reduction over group.
+// Start to reduce reduce_input over group to reduce_output, which gets numel elements. gloo's reduce_scatter is an all-reduce of
+// a copy, whose wait cannot be interrupted. An all-reduce in place can be, and needs no copy: reduce_output is a slice of
+// reduce_input until the wait. Under a dispatch mode it is a reduce_scatter all the same: tools that count collectives then see
+// the one they expect.
 void
-reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
+reduce_over(fp_flat_buffer &flat, fp_group &group, int64_t numel, PyObject *collectives)
 {
+    const bool by_python = collectives != nullptr || !group.native;
+    const bool in_place = !by_python && group.sliced && !c10::impl::dispatch_mode_enabled();
     check_memory(flat.reduce_input, name_of(flat)); /* it may be the accumulated gradient, which users reach by .grad */
-    announce(group, FP_EVENT_REDUCES, flat.trained);
-    if (collectives != nullptr || !group.native) {
-        call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
+    if (in_place) {
+        flat.reduce_output = alias(flat.reduce_input, numel, int64_t{1},
+                                   flat.reduce_input.storage_offset() + group.native->getRank() * numel);
     }
     else {
-        flat.reduction = start_reduction(flat, group);
-        flat.note_joined();
+        flat.reduce_output = empty_for(&group, numel, flat.reduce_input.options());
+    }
+    announce(group, FP_EVENT_REDUCES, flat.trained);
+    if (by_python) {
+        call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
+    }
+    else if (in_place) {
+        flat.reduction.begin(group, all_reduce(group, flat.reduce_input));
+    }
+    else {
+        const double factor = factor_over(flat, group, flat.reduce_input);
+        flat.reduction.begin(group, reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor));
+        flat.is_divided = factor != 1.0;
     }
 }
 
@@ -180,7 +164,7 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
         move(flat, FP_GRADIENT_FORGET); // the gradient may be divided already: it cannot be sent again
         throw;
     }
-    flat.arriving_grad = std::move(result);
+    flat.reduce_output = std::move(result);
     move(flat, FP_GRADIENT_SEND);
 }
 
@@ -259,12 +243,11 @@ reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collecti
     check(flat, FP_GRADIENT_REDUCE);
     reload(flat, flat.partial_reduce_output);
     const at::TensorOptions options = reduce_options(flat, shard);
-    flat.reduce_output = at::empty({flat.shard_numel}, options);
     flat.reduce_input = flat.partial_reduce_output.defined()
                             ? as_reduce_input(flat.partial_reduce_output, options, std::nullopt)
                             : at::zeros({flat.part_numel()}, options);
     flat.partial_reduce_output.reset();
-    reduce_over(flat, *flat.outer_group, collectives);
+    reduce_over(flat, *flat.outer_group, flat.shard_numel, collectives);
     move(flat, FP_GRADIENT_REDUCE);
 }
 
@@ -344,8 +327,7 @@ fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients,
         flat->is_divided = false;
         if (flat->shards > 1) {
             fp_group *const group = nested ? flat->param_group : flat->shard_group;
-            flat->reduce_output = fp::empty_for(group, nested ? flat->part_numel() : flat->shard_numel, options);
-            fp::reduce_over(*flat, *group, collectives);
+            fp::reduce_over(*flat, *group, nested ? flat->part_numel() : flat->shard_numel, collectives);
             fp::move(*flat, event);
             return 0;
         }
@@ -418,9 +400,9 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
         }
         else {
             const double factor = fp::factor_over(*flat, *flat->replicate_group, flat->reduce_output);
-            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output, factor);
+            flat->reduction.begin(*flat->replicate_group,
+                                  fp::all_reduce(*flat->replicate_group, flat->reduce_output, factor));
             flat->is_divided = flat->is_divided || factor != 1.0;
-            flat->note_joined();
         }
         fp::move(*flat, FP_GRADIENT_REDUCE);
         return 0;
@@ -445,14 +427,14 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
         }
         fp::wait_until(flat->has_arrived);
         fp::check(*flat, FP_GRADIENT_TAKE);
-        const at::ScalarType dtype = fp::gradient_dtype(*flat, flat->arriving_grad, shard);
-        *reduced = {.tensor = THPVariable_Wrap(flat->arriving_grad),
+        const at::ScalarType dtype = fp::gradient_dtype(*flat, flat->reduce_output, shard);
+        *reduced = {.tensor = THPVariable_Wrap(flat->reduce_output),
                     .divisor = fp::remaining_divisor(*flat),
                     .dtype = static_cast<int>(dtype)};
         if (reduced->tensor == nullptr) {
             return -1;
         }
-        flat->arriving_grad.reset();
+        flat->reduce_output.reset();
         fp::move(*flat, FP_GRADIENT_TAKE);
         return 1;
     });
@@ -528,11 +510,9 @@ fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *accumulated)
 void
 fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
 {
-    flat->reduction.reset();
-    flat->reduce_slice.reset();
+    flat->reduction.work.reset();
     flat->reduce_input.reset();
     flat->reduce_output.reset();
-    flat->arriving_grad.reset();
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* legal in each state */
     if (accumulated_too) {
