@@ -383,7 +383,7 @@ inputs_done(void *object, int64_t when)
 static int
 takes_from_outside(const fp_flat_param *flat_param)
 {
-    return flat_param->params != NULL && flat_param->plan->shards == 1 && flat_param->plan->replicate_group != NULL;
+    return flat_param->params != NULL && flat_param->plan->primary.n == 1 && flat_param->plan->replicate_group != NULL;
 }
 
 /* Put hooks on the owners of flat parameter k. takes: param_gradient() may take their gradients. */
@@ -411,7 +411,7 @@ static int
 reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
 {
     if (!fp_root_synchronizes(unit->root)) {
-        if (!fp_flat_param_is_nested(flat_param) || !fp_flat_buffer_has_unreduced(flat_param->flat)) {
+        if (!fp_flat_buffer_has_unreduced(flat_param->flat)) {
             return 0;
         }
         if (fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_INNER) < 0) {

@@ -26,7 +26,7 @@ free_exchanges(fp_exchange *exchanges, Py_ssize_t n)
 static fp_group *
 group_of(const fp_unit *unit)
 {
-    return unit->flat_params[0].plan->shard_group;
+    return unit->flat_params[0].plan->primary.group;
 }
 
 /* New exchanges, one for each group over which units with is_in(unit) are sharded. Units stay in the order in which they
@@ -268,7 +268,7 @@ keeps_copy(const fp_unit *unit)
     return fp_unit_has_secondary_shard(unit);
 }
 
-/* Also in no_sync: gradients of nested units are reduced over param_group in each micro-batch. */
+/* Also in no_sync: gradients of nested units are reduced over the secondary group in each micro-batch. */
 static int
 is_nested(const fp_unit *unit)
 {

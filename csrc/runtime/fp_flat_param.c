@@ -13,14 +13,14 @@ static int64_t
 accumulated_first(const fp_flat_param *flat_param)
 {
     const fp_flat_buffer_plan *plan = flat_param->plan;
-    return plan->param_rank * (plan->shards / plan->param_shards * plan->shard_numel);
+    return plan->secondary.rank * (plan->primary.n / plan->secondary.n * plan->shard_numel);
 }
 
 /* The first element of this rank's shard in that range. */
 static int64_t
 own_first(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->rank * flat_param->plan->shard_numel - accumulated_first(flat_param);
+    return flat_param->plan->primary.rank * flat_param->plan->shard_numel - accumulated_first(flat_param);
 }
 
 /* ---- the attributes of modules, and .grad ---- */
@@ -53,7 +53,7 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
-    if (flat_param->plan->shard_group != NULL || flat_param->aside.deferred_reduced != NULL) {
+    if (flat_param->plan->primary.group != NULL || flat_param->aside.deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
     return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_ACCUMULATED;
@@ -252,7 +252,7 @@ fp_flat_param_alias(fp_flat_param *flat_param)
         return 0;
     }
     /* by hand (leaf) pieces are 1-D over one rank too */
-    const int is_sharded = flat_param->plan->shards > 1 || flat_param->leaf != NULL;
+    const int is_sharded = flat_param->plan->primary.n > 1 || flat_param->leaf != NULL;
     return fp_torch_set_shards(&flat_param->owners, flat_param->shard, is_sharded);
 }
 
@@ -554,7 +554,7 @@ defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
     if (reduced == NULL) {
         return 0;
     }
-    if (flat_param->plan->shard_group == NULL && flat_param->plan->replicate_group == NULL &&
+    if (flat_param->plan->primary.group == NULL && flat_param->plan->replicate_group == NULL &&
         flat_param->leaf == NULL) {
         const int status = fp_torch_convert(accumulated, reduced, 1);
         Py_CLEAR(flat_param->aside.deferred_reduced);

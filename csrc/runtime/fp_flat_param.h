@@ -6,8 +6,8 @@
  * an exception set, unless they say more. name: the unit's name for messages.
  *
  * "Owners" are the Parameters that have a .grad: the original parameters (use_orig_params=True), else the shard alone.
- * "Nested" is a flat parameter with an outer group: its gradient is reduced over param_group in each micro-batch, and from
- * there over outer_group when gradients are synchronized. */
+ * "Nested" is a flat parameter with an outer group: its gradient is reduced over the secondary group in each micro-batch, and
+ * from there over outer_group when gradients are synchronized. */
 #pragma once
 
 #include "core/fp_state.h"
@@ -78,14 +78,16 @@ typedef struct {
 static inline int
 fp_flat_param_has_secondary_shard(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->shards > 1 && (flat_param->plan->stays_full || flat_param->plan->param_group != NULL);
+    return flat_param->plan->primary.n > 1 &&
+           (flat_param->plan->stays_full || flat_param->plan->secondary.group != NULL);
 }
 
-/* 1: the gathered data keeps its memory after a forward and a backward, as there is no param_group to gather it over again. */
+/* 1: the gathered data keeps its memory after a forward and a backward, as there is no secondary group to gather it over
+ * again. */
 static inline int
 fp_flat_param_stays_full(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->shards > 1 && flat_param->plan->stays_full && flat_param->plan->param_group == NULL;
+    return flat_param->plan->primary.n > 1 && flat_param->plan->stays_full && flat_param->plan->secondary.group == NULL;
 }
 
 /* 1: when the views were made, no owner required grad, so they have no autograd node. */
@@ -95,7 +97,7 @@ fp_flat_param_is_untracked(const fp_flat_param *flat_param)
     return flat_param->views != NULL && !fp_flat_buffer_has_node(flat_param->flat);
 }
 
-/* 1: a backward reduces its gradients in each micro-batch, over param_group, also where no_sync accumulates them. */
+/* 1: a backward reduces its gradients in each micro-batch, over the secondary group, also where no_sync accumulates them. */
 static inline int
 fp_flat_param_is_nested(const fp_flat_param *flat_param)
 {

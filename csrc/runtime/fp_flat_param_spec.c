@@ -127,14 +127,14 @@ static const fp_field spec_fields[] = {
     FIELD(options., reduce_dtype, FP_FIELD_OBJECT),
     FIELD(options., device, FP_FIELD_OBJECT),
     FIELD(options.plan., shard_numel, FP_FIELD_INT64),
-    FIELD(options.plan., rank, FP_FIELD_INT),
-    FIELD(options.plan., shards, FP_FIELD_INT),
-    FIELD(options.plan., param_rank, FP_FIELD_INT),
-    FIELD(options.plan., param_shards, FP_FIELD_INT),
+    {"rank", FP_FIELD_INT, offsetof(flat_param_spec, options.plan.primary.rank)},
+    {"shards", FP_FIELD_INT, offsetof(flat_param_spec, options.plan.primary.n)},
+    {"param_rank", FP_FIELD_INT, offsetof(flat_param_spec, options.plan.secondary.rank)},
+    {"param_shards", FP_FIELD_INT, offsetof(flat_param_spec, options.plan.secondary.n)},
     FIELD(options.plan., predivide, FP_FIELD_DOUBLE),
     FIELD(options.plan., postdivide, FP_FIELD_DOUBLE),
     FIELD(options.plan., full_precision, FP_FIELD_BOOL),
-    FIELD(options.plan., keep_reduce_dtype, FP_FIELD_BOOL),
+    FIELD(options., keep_reduce_dtype, FP_FIELD_BOOL),
     FIELD(options.plan., stays_full, FP_FIELD_BOOL),
     FIELD(options.plan., offloads, FP_FIELD_BOOL),
     {.name = NULL},
@@ -144,13 +144,13 @@ static int
 read_groups(flat_param_spec *spec)
 {
     fp_flat_buffer_plan *plan = &spec->options.plan;
-    if (read_group(spec->shard_group, &plan->shard_group) < 0) {
+    if (read_group(spec->shard_group, &plan->primary.group) < 0) {
         return -1;
     }
     if (read_group(spec->replicate_group, &plan->replicate_group) < 0) {
         return -1;
     }
-    if (read_group(spec->param_group, &plan->param_group) < 0) {
+    if (read_group(spec->param_group, &plan->secondary.group) < 0) {
         return -1;
     }
     return read_group(spec->outer_group, &plan->outer_group);
@@ -161,12 +161,12 @@ static int
 take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
 {
     fp_flat_buffer_plan *plan = &spec->options.plan;
-    if (plan->shards < 1 || plan->shard_numel < 1 || plan->shard_numel > INT64_MAX / plan->shards) {
-        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld", plan->shards,
-                     (long long)plan->shard_numel);
+    if (plan->primary.n < 1 || plan->shard_numel < 1 || plan->shard_numel > INT64_MAX / plan->primary.n) {
+        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld",
+                     plan->primary.n, (long long)plan->shard_numel);
         return -1;
     }
-    const int64_t total = plan->shards * plan->shard_numel;
+    const int64_t total = plan->primary.n * plan->shard_numel;
     flat_param->shard = Py_NewRef(spec->shard);
     flat_param->params = Py_XNewRef(spec->params);
     flat_param->extension = Py_XNewRef(spec->extension);

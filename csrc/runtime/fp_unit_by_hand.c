@@ -85,8 +85,8 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
                             unit->name);
     }
     flat_param->leaf = Py_NewRef(args[0]);
-    watch(flat_param->plan->shard_group, args[1], sliced);
-    watch(flat_param->plan->param_group, args[2], sliced);
+    watch(flat_param->plan->primary.group, args[1], sliced);
+    watch(flat_param->plan->secondary.group, args[2], sliced);
     fp_flat_buffer_lose_size(flat_param->flat);
     return fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)) < 0
                ? NULL

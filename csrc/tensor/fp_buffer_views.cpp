@@ -16,7 +16,7 @@ namespace {
 bool
 write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offset, const at::Tensor &values)
 {
-    const int64_t begin = flat.rank * flat.shard_numel;
+    const int64_t begin = flat.primary.rank * flat.shard_numel;
     const int64_t first = std::max(begin, offset);
     const int64_t last = std::min(begin + flat.shard_numel, offset + values.numel());
     if (first >= last) {

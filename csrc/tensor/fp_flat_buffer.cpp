@@ -78,11 +78,11 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
 void
 cut_secondary_shard(fp_flat_buffer &flat)
 {
-    if (flat.is_gathered() && flat.param_group != nullptr && !flat.secondary_shard.defined()) {
+    if (flat.is_gathered() && flat.secondary.group != nullptr && !flat.secondary_shard.defined()) {
         const int64_t numel = flat.part_numel();
         const Plainly plainly;
         check_memory(flat.unsharded_data, name_of(flat));
-        flat.secondary_shard = alias(flat.unsharded_data, numel, int64_t{1}, flat.param_rank * numel).clone();
+        flat.secondary_shard = alias(flat.unsharded_data, numel, int64_t{1}, flat.secondary.rank * numel).clone();
     }
 }
 
@@ -128,25 +128,29 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
 {
     return fp::guarded<fp_flat_buffer *>(nullptr, [&] {
         const fp_flat_buffer_plan &plan = options->plan;
-        TORCH_CHECK_VALUE(plan.shards >= 1 && plan.rank >= 0 && plan.rank < plan.shards && plan.shard_numel >= 1,
-                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", plan.rank,
-                          ", shards ", plan.shards, ", shard_numel ", plan.shard_numel);
-        TORCH_CHECK_VALUE((plan.shards == 1) == (plan.shard_group == nullptr),
+        TORCH_CHECK_VALUE(plan.primary.n >= 1 && plan.primary.rank >= 0 && plan.primary.rank < plan.primary.n &&
+                              plan.shard_numel >= 1,
+                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", plan.primary.rank,
+                          ", shards ", plan.primary.n, ", shard_numel ", plan.shard_numel);
+        TORCH_CHECK_VALUE((plan.primary.n == 1) == (plan.primary.group == nullptr),
                           "a group to shard over goes with more than one shard");
-        const int per_part = plan.param_shards >= 1 ? plan.shards / plan.param_shards : 0;
-        TORCH_CHECK_VALUE(per_part >= 1 && plan.shards % plan.param_shards == 0 && plan.param_rank >= 0 &&
-                              plan.param_rank < plan.param_shards,
-                          "expected the copy to be shared by a divisor of ", plan.shards, " ranks, got rank ",
-                          plan.param_rank, " of ", plan.param_shards);
-        TORCH_CHECK_VALUE((plan.param_shards == 1) == (plan.param_group == nullptr) &&
-                              (plan.param_group != nullptr || plan.outer_group == nullptr),
+        const int per_part = plan.secondary.n >= 1 ? plan.primary.n / plan.secondary.n : 0;
+        TORCH_CHECK_VALUE(per_part >= 1 && plan.primary.n % plan.secondary.n == 0 && plan.secondary.rank >= 0 &&
+                              plan.secondary.rank < plan.secondary.n,
+                          "expected the copy to be shared by a divisor of ", plan.primary.n, " ranks, got rank ",
+                          plan.secondary.rank, " of ", plan.secondary.n);
+        TORCH_CHECK_VALUE((plan.secondary.n == 1) == (plan.secondary.group == nullptr) &&
+                              (plan.secondary.group != nullptr || plan.outer_group == nullptr),
                           "a group to gather over goes with a copy that is shared");
-        TORCH_CHECK_VALUE(plan.outer_group == nullptr || plan.rank / per_part == plan.param_rank, "expected shard ",
-                          plan.rank, " to lie in part ", plan.param_rank, " of ", plan.param_shards);
-        auto flat = std::make_unique<fp_flat_buffer>(plan);
+        TORCH_CHECK_VALUE(plan.outer_group == nullptr || plan.primary.rank / per_part == plan.secondary.rank,
+                          "expected shard ", plan.primary.rank, " to lie in part ", plan.secondary.rank, " of ",
+                          plan.secondary.n);
+        const fp::Precision precision = {.compute_dtype = fp::dtype_from(options->compute_dtype),
+                                         .reduce_dtype = fp::dtype_from(options->reduce_dtype),
+                                         .keep_reduce_dtype = options->keep_reduce_dtype != 0,
+                                         .full_precision = plan.full_precision != 0};
+        auto flat = std::make_unique<fp_flat_buffer>(plan, precision);
         flat->geometry = options->geometry->shared;
-        flat->compute_dtype = fp::dtype_from(options->compute_dtype);
-        flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
         flat->device = fp::device_from(options->device);
         return flat.release();
     });
@@ -161,7 +165,7 @@ fp_flat_buffer_plan_of(const fp_flat_buffer *flat) noexcept
 void
 fp_flat_buffer_free_groups(const fp_flat_buffer_plan *plan)
 {
-    for (fp_group *group : {plan->shard_group, plan->replicate_group, plan->param_group, plan->outer_group}) {
+    for (fp_group *group : {plan->primary.group, plan->replicate_group, plan->secondary.group, plan->outer_group}) {
         fp_group_free(group);
     }
 }
@@ -173,7 +177,7 @@ fp_flat_buffer_free(fp_flat_buffer *flat)
         return;
     }
     fp::unless_failed([&] { fp::wait_for_fill(*flat); });
-    fp::unless_failed([&] { fp::drop_reload(*flat); });
+    fp::unless_failed([&] { flat->accumulated.drop_reload(); });
     const fp_flat_buffer_plan plan = *flat;
     delete flat;
     fp_flat_buffer_free_groups(&plan);
@@ -186,9 +190,9 @@ fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard_object, const char 
         const at::Tensor &shard = fp::unpack(shard_object);
         TORCH_CHECK_VALUE(shard.dim() == 1 && shard.numel() == flat->shard_numel && shard.is_contiguous(),
                           "expected a shard of ", flat->shard_numel, " elements, got shape ", shard.sizes());
-        const at::ScalarType dtype = flat->dtype_of(shard);
+        const at::ScalarType dtype = flat->precision.computes_in(shard);
         const c10::Device device = flat->device_for(shard);
-        const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type() && device == shard.device();
+        const bool borrowed = flat->primary.n == 1 && dtype == shard.scalar_type() && device == shard.device();
         if (flat->unsharded.defined() && flat->unsharded.scalar_type() == dtype && flat->unsharded.device() == device &&
             (flat->data == FP_DATA_BORROWED) == borrowed &&
             (!borrowed || (fp::storage_of(flat->unsharded) == fp::storage_of(shard) &&
@@ -229,7 +233,7 @@ fp_flat_buffer_lose_size(fp_flat_buffer *flat) noexcept
 void
 fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) noexcept
 {
-    flat->in_full = in_full != 0;
+    flat->precision.in_full = in_full != 0;
 }
 
 int
@@ -249,13 +253,7 @@ fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard_object, 
 int64_t
 fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard_object)
 {
-    const c10::Storage &storage = THPVariable_Unpack(shard_object).storage();
-    if (!flat->source || flat->source->_unsafe_get_target() != storage.unsafeGetStorageImpl()) {
-        flat->source.emplace(
-            storage.getWeakStorageImpl()); /* weak: keeps the address, so that no other storage gets it */
-        flat->sources++;
-    }
-    return flat->sources;
+    return flat->sources.see(THPVariable_Unpack(shard_object).storage());
 }
 
 int
@@ -322,8 +320,8 @@ fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
         const at::Tensor &shard = fp::unpack(shard_object);
         fp::wait_for_gather(*flat);
         const at::Tensor &values = flat->is_gathered() ? flat->unsharded_data : flat->secondary_shard;
-        const int64_t first =
-            flat->rank * flat->shard_numel - (flat->is_gathered() ? 0 : flat->param_rank * flat->part_numel());
+        const int64_t first = flat->primary.rank * flat->shard_numel -
+                              (flat->is_gathered() ? 0 : flat->secondary.rank * flat->part_numel());
         if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
             return 0;
         }
@@ -393,12 +391,12 @@ fp_flat_buffer_check(const fp_flat_buffer *flat, const char *where) noexcept
     IMPLIES(flat->node != nullptr, flat->unit != nullptr);
     IMPLIES(flat->gather, flat->gather.group != nullptr);
     IMPLIES(flat->reduction, flat->reduction.group != nullptr);
-    IMPLIES(flat->secondary_shard.defined(), flat->param_group != nullptr);
+    IMPLIES(flat->secondary_shard.defined(), flat->secondary.group != nullptr);
     IMPLIES(flat->next_secondary_shard.defined(), flat->outer_group != nullptr);
-    IMPLIES(flat->partial_reduce_output.defined(), flat->outer_group != nullptr);
-    IMPLIES(flat->host_valid, flat->offloads && flat->host.defined());
-    IMPLIES(flat->host_valid, !flat->accumulated_grad.defined() && !flat->partial_reduce_output.defined());
-    IMPLIES(flat->reload_buffer.defined(), flat->host_valid);
+    IMPLIES(flat->unreduced.defined(), flat->outer_group != nullptr);
+    IMPLIES(flat->accumulated.on_host, flat->offloads && flat->accumulated.host.defined());
+    IMPLIES(flat->accumulated.on_host, !flat->accumulated.tensor.defined());
+    IMPLIES(flat->accumulated.coming.defined(), flat->accumulated.on_host);
     IMPLIES(flat->gradient == FP_GRADIENT_NONE || flat->gradient == FP_GRADIENT_PACKED, !flat->reduction);
     IMPLIES(flat->gradient == FP_GRADIENT_NONE, !flat->reduce_input.defined() && !flat->reduce_output.defined());
     IMPLIES(flat->gradient == FP_GRADIENT_PACKED, flat->reduce_input.defined());

@@ -9,8 +9,8 @@
  *     pack -> start_reduce -> advance_reduce -> finish_reduce     the gradient of the shard
  *     accumulate                  instead of these four in no_sync
  *
- * With a secondary shard (param_group) the first gather after a change of the shards also makes this rank's part of the values
- * the secondary shard. Later gathers are from the secondary shards, over the fewer ranks of param_group.
+ * With a secondary shard the first gather after a change of the shards also makes this rank's part of the values the secondary
+ * shard. Later gathers are from the secondary shards, over fewer ranks.
  *
  * States: the storage is in one of fp_data_state, the gradient in one of fp_gradient_state; core/fp_state.c has the legal
  * moves. A call in the wrong state raises RuntimeError, which names the states in which it is possible, and changes nothing.
@@ -26,25 +26,29 @@
 
 FP_BEGIN_C
 
+/* The ranks that have one part each of a flat parameter, all equally long. */
+typedef struct {
+    int n, rank;     /* the number of parts; this rank's, 0 <= rank < n */
+    fp_group *group; /* those ranks; NULL if n == 1 */
+} fp_sharding;
+
 /* The settings of a flat buffer, which never change. The flat buffer owns the groups. */
 typedef struct {
     int64_t shard_numel;
-    int rank, shards;             /* this rank's shard, 0 <= rank < shards */
-    fp_group *shard_group;        /* NULL if shards == 1 */
-    fp_group *replicate_group;    /* gradients of the shard are added over it after shard_group; NULL: none */
-    int param_rank, param_shards; /* this rank's secondary shard, and their number, which divides shards */
-    fp_group *param_group;        /* its ranks hold one secondary shard each; NULL: there is no secondary shard */
-    fp_group *outer_group; /* nested: the ranks whose shards together are this rank's secondary shard, in order */
+    fp_sharding primary;       /* one shard each */
+    fp_sharding secondary;     /* one secondary shard each; n divides primary.n. n == 1: there is no secondary shard */
+    fp_group *replicate_group; /* gradients of the shard are added over it after primary.group; NULL: none */
+    fp_group *outer_group;     /* nested: the ranks whose shards together are this rank's secondary shard, in order */
     double predivide, postdivide; /* gradients are divided by them before and after the sum over the ranks */
     int full_precision;           /* without a reduce_dtype, gradients are reduced in the shard's dtype */
-    int keep_reduce_dtype;        /* the gradient of the shard stays in reduce_dtype */
     int stays_full;               /* release() keeps the memory */
     int offloads;                 /* the accumulated gradient lies in host memory between backwards */
 } fp_flat_buffer_plan;
 typedef struct {
     fp_flat_buffer_plan plan;
-    const fp_geometry *geometry;            /* the places of the parameters; total is shards * shard_numel. Shared */
+    const fp_geometry *geometry;            /* the places of the parameters; total is primary.n * shard_numel. Shared */
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype; None: the shard's, and for reduce_dtype: compute_dtype */
+    int keep_reduce_dtype;                  /* the gradient of the shard stays in reduce_dtype */
     PyObject *device;                       /* torch.device to compute on; None: the shard's */
 } fp_flat_buffer_options;
 
@@ -178,7 +182,7 @@ int fp_flat_buffer_hide(fp_flat_buffer *flat, const char *reason);
  * gather may never end this does nothing. _forget_values: drop the secondary shard, too. */
 int fp_flat_buffer_forget_gathered(fp_flat_buffer *flat);
 int fp_flat_buffer_forget_values(fp_flat_buffer *flat);
-PyObject *fp_flat_buffer_secondary_shard(fp_flat_buffer *flat); /* [total / param_shards], new reference; None: none */
+PyObject *fp_flat_buffer_secondary_shard(fp_flat_buffer *flat); /* [total / secondary.n], new reference; None: none */
 PyObject *
 fp_flat_buffer_unsharded(fp_flat_buffer *flat); /* [total], new reference; None before fp_flat_buffer_prepare() */
 
@@ -194,7 +198,7 @@ int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradient
 int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
 /* Start to reduce. If nothing is packed, pack the accumulated gradient and gradients (NULL: none) first; zeros if there is
  * neither, as the other ranks reduce theirs. how_far, for nested strategies only:
- *   FP_REDUCE_INNER   over param_group; the result is added to those of earlier backwards, and stays
+ *   FP_REDUCE_INNER   over secondary.group; the result is added to those of earlier backwards, and stays
  *   FP_REDUCE_OUTER   that sum over outer_group, to the shard
  *   FP_REDUCE_ALL     both */
 enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
@@ -203,7 +207,7 @@ int fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradie
 /* Put a hash of which owners require grad into the events of the next reductions: ranks that differ in it raise. */
 void fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) FP_NOEXCEPT;
 int fp_flat_buffer_is_packed(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* 1: the reduction over shard_group was started, and the one over replicate_group was not. */
+/* 1: the reduction over primary.group was started, and the one over replicate_group was not. */
 int fp_flat_buffer_awaits_replicas(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Wait for the collective under way, and start the next one, or the copy to a shard on the host. 1: only
  * fp_flat_buffer_finish_reduce() is left; 0: another step was started or is under way, or nothing was being reduced; -1. */
@@ -213,11 +217,10 @@ int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObjec
 int fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives, fp_reduced *reduced);
 
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* 1: there are gradients on the device with which no reduction has begun. Nested: those of this backward alone, in which more
- * graph tasks come to the views; with no_sync those over param_group are accumulated. */
+/* 1: nested: there are gradients of this backward with which no reduction has begun, as more graph tasks come to the views. */
 int fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / param_shards], summed over
- * param_group. None: there is none. If it lies in host memory, the host waits for its copy, and the result is that memory. */
+/* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / secondary.n], summed over
+ * secondary.group. None: there is none. If it lies in host memory, the host waits for its copy, and the result is that memory. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
 /* Check that accumulated can be the accumulated gradient: plain, of its shape, dtype and device. -1: ValueError or TypeError
  * that begins with name. */

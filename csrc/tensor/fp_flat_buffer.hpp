@@ -1,9 +1,10 @@
 // tensor/fp_flat_buffer.hpp -- the struct behind fp_flat_buffer.h, and the functions that its files share:
-// fp_flat_buffer.cpp (the storage), fp_buffer_views.cpp, fp_gather.cpp, fp_reduce.cpp, fp_offload.cpp. The GIL protects it.
+// fp_flat_buffer.cpp (the storage), fp_buffer_views.cpp, fp_gather.cpp, fp_reduce.cpp, fp_accumulated.cpp. The GIL protects it.
 //
 // [total] is the numel of all shards together.
 #pragma once
 
+#include "tensor/fp_accumulated.hpp"
 #include "tensor/fp_channel.hpp"
 #include "tensor/fp_flat_buffer.h"
 #include "tensor/fp_graph.hpp"
@@ -12,10 +13,56 @@ extern "C" {
 #include "core/fp_state.h"
 }
 
+namespace fp {
+
+// The dtypes of one flat parameter. They follow the shard's, which may change.
+struct Precision {
+    std::optional<at::ScalarType> compute_dtype, reduce_dtype; // as in fp_flat_buffer_options
+    bool keep_reduce_dtype, full_precision;
+    bool in_full = false; // compute and reduce in the shard's dtype, whatever the options say
+
+    at::ScalarType computes_in(const at::Tensor &shard) const
+    {
+        return in_full ? shard.scalar_type() : compute_dtype.value_or(shard.scalar_type());
+    }
+    at::ScalarType reduces_in(const at::Tensor &shard) const
+    {
+        const at::ScalarType otherwise = full_precision ? shard.scalar_type() : computes_in(shard);
+        return in_full ? shard.scalar_type() : reduce_dtype.value_or(otherwise);
+    }
+    at::ScalarType accumulates_in(const at::Tensor &shard) const
+    {
+        return is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
+    }
+    // The dtype of the gradient of the shard, which was reduced to result.
+    at::ScalarType of_gradient(const at::Tensor &result, const at::Tensor &shard) const
+    {
+        return keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
+    }
+};
+
+// Counts how often a tensor has got another storage.
+class StorageCount {
+  public:
+    int64_t see(const c10::Storage &storage)
+    {
+        if (!last_ || last_->_unsafe_get_target() != storage.unsafeGetStorageImpl()) {
+            last_.emplace(storage.getWeakStorageImpl()); // weak: keeps the address, so that no other storage gets it
+            count_++;
+        }
+        return count_;
+    }
+
+  private:
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> last_;
+    int64_t count_ = 0;
+};
+
+} // namespace fp
+
 struct fp_flat_buffer : fp_flat_buffer_plan {
     std::shared_ptr<const fp::Geometry> geometry;
-    std::optional<at::ScalarType> compute_dtype, reduce_dtype;
-    bool in_full = false;              // compute and reduce in the shard's dtype, whatever the options say
+    fp::Precision precision;
     std::optional<c10::Device> device; // the device to compute on; none: the shard's
 
     at::Tensor unsharded;      // [total] in the compute dtype; its storage has no memory while it is freed
@@ -24,12 +71,13 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     bool keeps_size = true;    // the storage of unsharded tells its size while it is freed
     bool is_hidden = false;    // an access to unsharded or a view raises the reason: values may be missing
     fp_data_state data = FP_DATA_SHARDED; // the state of unsharded; only fp::move changes it
-    at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: param_group gathers from it
+    at::Tensor secondary_shard;           // [total / secondary.n] in the compute dtype: secondary.group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
     fp::Pending gather;
-    at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output; // nested: [total / param_shards], gradients reduced over param_group
-    at::Tensor reduce_input;          // of the pending reduction, in reduce_dtype_of(shard)
+    // [total] in precision.accumulates_in(shard); nested: [total / secondary.n], reduced over the secondary group
+    fp::Accumulated accumulated;
+    at::Tensor unreduced;    // nested: [total], of this backward alone: more of it will come
+    at::Tensor reduce_input; // of the pending reduction, in precision.reduces_in(shard)
     // Its output, which may be a slice of the input until the wait; then the reduced gradient, on the host valid from
     // has_arrived on.
     at::Tensor reduce_output;
@@ -39,22 +87,17 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     std::optional<fp::Mark> was_filled;            // after a gather without a work, as copies make
     std::optional<fp::Mark> has_arrived;           // after the copy to a shard's gradient on the host
     fp::Home home;                                 // of the memory of unsharded
-    fp::Home accumulated_home;                     // of the accumulated gradient
     fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
-    at::Tensor host;                  // the accumulated gradient between backwards; pinned beside an accelerator
-    bool host_valid = false;          // host has the values, and the device has none
-    std::optional<fp::Mark> has_left; // after the copy to host
-    at::Tensor reload_buffer;         // a copy of host on the device, started ahead of its use
-    std::optional<fp::Mark> has_come; // after that copy
-    uint32_t trained = 0;             // a hash of which parameters require grad
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // the storage of the shard, as last seen
-    int64_t sources = 0;                                             // times that source was another one
-    std::shared_ptr<fp::UnitRef> unit;                               // the unit of the views; null before there are any
-    fp::NodePtr node;                                                // behind the views; null: they have none
-    int64_t shown_version = 0; // the version of unsharded that autograd knows of the views
-    int64_t seen_version = 0;  // the version of unsharded up to which user writes were taken
+    uint32_t trained = 0;                          // a hash of which parameters require grad
+    fp::StorageCount sources;                      // storages of the shard
+    std::shared_ptr<fp::UnitRef> unit;             // the unit of the views; null before there are any
+    fp::NodePtr node;                              // behind the views; null: they have none
+    int64_t shown_version = 0;                     // the version of unsharded that autograd knows of the views
+    int64_t seen_version = 0;                      // the version of unsharded up to which user writes were taken
 
-    explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
+    fp_flat_buffer(const fp_flat_buffer_plan &plan, fp::Precision dtypes) : fp_flat_buffer_plan(plan), precision(dtypes)
+    {
+    }
 
     // Whether code outside may read the memory of unsharded by its address: then it must not be freed or written to.
     bool is_borrowed() const
@@ -73,25 +116,12 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     }
     int64_t part_numel() const
     {
-        return geometry->total / param_shards;
+        return geometry->total / secondary.n;
     }
 
     c10::Device device_for(const at::Tensor &shard) const
     {
         return device.value_or(shard.device());
-    }
-    at::ScalarType dtype_of(const at::Tensor &shard) const
-    {
-        return in_full ? shard.scalar_type() : compute_dtype.value_or(shard.scalar_type());
-    }
-    at::ScalarType reduce_dtype_of(const at::Tensor &shard) const
-    {
-        const at::ScalarType otherwise = full_precision ? shard.scalar_type() : dtype_of(shard);
-        return in_full ? shard.scalar_type() : reduce_dtype.value_or(otherwise);
-    }
-    at::ScalarType accumulated_dtype_of(const at::Tensor &shard) const
-    {
-        return fp::is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
     }
 };
 
@@ -142,21 +172,5 @@ bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 void show_version(fp_flat_buffer &flat, PyObject *const *views);
 // The same after one more counted change: autograd refuses graphs that need the old values.
 void change_version(fp_flat_buffer &flat, PyObject *const *views);
-
-// ---- fp_offload.cpp ----
-
-// If the accumulated gradient lies in host memory, let accumulator, which is undefined, be a copy of it on the device. The
-// current stream waits for the copy.
-void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
-
-// Drop the copy on the device that was started ahead for reload(). The current stream waits for it, as it may use the memory
-// next.
-void drop_reload(fp_flat_buffer &flat);
-
-// Tell the allocator that the current stream uses the accumulated gradient: see Home::share().
-void share_accumulated(fp_flat_buffer &flat);
-
-// With offloads, copy accumulator to host memory and undefine it; else do nothing.
-void offload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
 } // namespace fp

@@ -165,7 +165,7 @@ make_room(fp_flat_buffer &flat)
     const bool is_new = memory_of(storage) != bytes;
     at::Tensor made;
     if (is_new) {
-        fp_group *const group = flat.param_group != nullptr ? flat.param_group : flat.shard_group;
+        fp_group *const group = flat.secondary.group != nullptr ? flat.secondary.group : flat.primary.group;
         made = registered(group, static_cast<int64_t>(bytes), flat.unsharded_data.options().dtype(at::kByte));
     }
     resize_storage(storage, bytes, nullptr, false,
@@ -185,10 +185,11 @@ bool
 is_sent_from_its_place(const fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
     const at::Tensor &whole = flat.unsharded_data;
-    return flat.shards > 1 && !flat.stays_full && flat.param_group == nullptr && collectives == nullptr &&
-           flat.shard_group->native && has_streams(whole.device()) && !registers(*flat.shard_group, whole.device()) &&
-           shard.device() == whole.device() && shard.dtype() == whole.dtype() && shard.is_contiguous() &&
-           !shard.is_conj() && !shard.is_neg() && shard.numel() == flat.shard_numel;
+    return flat.primary.n > 1 && !flat.stays_full && flat.secondary.group == nullptr && collectives == nullptr &&
+           flat.primary.group->native && has_streams(whole.device()) &&
+           !registers(*flat.primary.group, whole.device()) && shard.device() == whole.device() &&
+           shard.dtype() == whole.dtype() && shard.is_contiguous() && !shard.is_conj() && !shard.is_neg() &&
+           shard.numel() == flat.shard_numel;
 }
 
 // Queue the gather on the current stream. refreshes: gather the secondary shard from the outer group first, into refreshed; an
@@ -199,7 +200,7 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
 {
     if (refreshes) {
         if (refreshed.defined()) {
-            const int64_t first = flat.rank * flat.shard_numel - flat.param_rank * flat.part_numel();
+            const int64_t first = flat.primary.rank * flat.shard_numel - flat.secondary.rank * flat.part_numel();
             at::Tensor copy = refreshed, slot = alias(copy, flat.shard_numel, int64_t{1}, first);
             fill(flat, slot, shard);
             if (gather_over(flat, *flat.outer_group, copy, slot, collectives)) {
@@ -212,18 +213,18 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
         flat.next_secondary_shard.reset();
     }
     if (flat.secondary_shard.defined()) {
-        gather_all(flat, *flat.param_group, flat.secondary_shard, collectives);
+        gather_all(flat, *flat.secondary.group, flat.secondary_shard, collectives);
         return;
     }
     if (from_its_place) {
         at::Tensor sent = alias(shard, flat.shard_numel, int64_t{1}, shard.storage_offset());
-        gather_all(flat, *flat.shard_group, sent, collectives);
+        gather_all(flat, *flat.primary.group, sent, collectives);
         return;
     }
-    at::Tensor slot = alias(target_of(flat), flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
+    at::Tensor slot = alias(target_of(flat), flat.shard_numel, int64_t{1}, flat.primary.rank * flat.shard_numel);
     fill(flat, slot, shard);
-    if (flat.shards > 1) {
-        gather_all(flat, *flat.shard_group, slot, collectives);
+    if (flat.primary.n > 1) {
+        gather_all(flat, *flat.primary.group, slot, collectives);
     }
     else {
         move(flat, FP_DATA_FILL);
@@ -237,8 +238,8 @@ group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &devi
 {
     c10d::ProcessGroup *native = nullptr;
     for (Py_ssize_t k = 0; n > 1 && !device.is_cpu() && k < n; k++) {
-        const fp_group *const group = what == FP_JOIN_REPLICAS ? flats[k]->replicate_group : flats[k]->shard_group;
-        if (group == nullptr || flats[k]->param_group != nullptr || (k > 0 && group->native.get() != native)) {
+        const fp_group *const group = what == FP_JOIN_REPLICAS ? flats[k]->replicate_group : flats[k]->primary.group;
+        if (group == nullptr || flats[k]->secondary.group != nullptr || (k > 0 && group->native.get() != native)) {
             return nullptr;
         }
         native = group->native.get();
@@ -394,7 +395,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         /* Values of an earlier gather stay readable, as a kept graph reads them: the new ones are the same, or it is
          * refused. */
         const char *const hidden = fp::make_room(*flat) ? nullptr : reason;
-        if (collectives == nullptr && (flat->shards > 1 || fp::has_streams(device))) {
+        if (collectives == nullptr && (flat->primary.n > 1 || fp::has_streams(device))) {
             flat->filling = fp::by_own_storage(flat->unsharded_data);
         }
         const bool from_its_place = fp::is_sent_from_its_place(*flat, shard, collectives);

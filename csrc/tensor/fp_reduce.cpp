@@ -2,13 +2,13 @@
 // shard; see fp_flat_buffer.h. [total] tensors unless a comment says otherwise:
 //
 //   gradients of views -> reduce_input           packed in reduce_dtype, divided by predivide
-//   reduce_input -> reduce_output [shard_numel]  reduce-scatter over shard_group
+//   reduce_input -> reduce_output [shard_numel]  reduce-scatter over the primary group
 //   reduce_output                                all-reduce over replicate_group, if there is one
 //   reduce_output                                divided by postdivide; copied if the shard lies on the host
 //
 //   nested, over two groups one after the other:
-//   reduce_input -> reduce_output [part]         over param_group; added to partial_reduce_output
-//   partial_reduce_output -> reduce_output [shard_numel]        over outer_group
+//   reduce_input -> reduce_output [part]         over the secondary group; added to accumulated
+//   accumulated -> reduce_output [shard_numel]   over outer_group
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -102,7 +102,7 @@ reduce_over(fp_flat_buffer &flat, fp_group &group, int64_t numel, PyObject *coll
 at::TensorOptions
 reduce_options(const fp_flat_buffer &flat, const at::Tensor &shard)
 {
-    return shard.options().device(flat.unsharded.device()).requires_grad(false).dtype(flat.reduce_dtype_of(shard));
+    return shard.options().device(flat.unsharded.device()).requires_grad(false).dtype(flat.precision.reduces_in(shard));
 }
 
 // source * scale as it is reduced: source itself, changed in place, if it has the dtype and device of options; else a converted
@@ -129,11 +129,24 @@ remaining_divisor(const fp_flat_buffer &flat)
     return flat.is_divided ? 1.0 : flat.postdivide;
 }
 
-// The dtype of the gradient of the shard.
-at::ScalarType
-gradient_dtype(const fp_flat_buffer &flat, const at::Tensor &result, const at::Tensor &shard)
+// The gradient that the next reduction adds to what comes, on the device; undefined: there is none.
+at::Tensor &
+addend_of(fp_flat_buffer &flat)
 {
-    return flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
+    if (flat.outer_group != nullptr) {
+        return flat.unreduced;
+    }
+    flat.accumulated.reload(flat.unsharded.device(), name_of(flat));
+    return flat.accumulated.tensor;
+}
+
+// With offloads, move the accumulated gradient to host memory; else do nothing.
+void
+offload(fp_flat_buffer &flat)
+{
+    if (flat.offloads) {
+        flat.accumulated.offload(name_of(flat));
+    }
 }
 
 // Start to copy the reduced gradient to the device of the shard, divided and in its final dtype. On the same device it
@@ -147,7 +160,7 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     flat.reduce_input.reset();
     try {
         if (result.device() != shard.device()) {
-            const at::ScalarType dtype = gradient_dtype(flat, result, shard);
+            const at::ScalarType dtype = flat.precision.of_gradient(result, shard);
             result = divided(std::move(result), remaining_divisor(flat), dtype);
             flat.is_divided = true;
             at::Tensor there = empty_beside(result.device(), result.sizes(), result.options().device(shard.device()));
@@ -182,18 +195,16 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
 {
     const std::optional<double> scale = predivision(flat);
     const WithoutGil released;
-    if (flat.outer_group == nullptr) {
-        reload(flat, flat.accumulated_grad);
-    }
-    if (flat.accumulated_grad.defined()) {
+    at::Tensor &addend = addend_of(flat);
+    if (addend.defined()) {
         if (gradients != nullptr) {
-            pack_gradients(flat, flat.accumulated_grad, *gradients, {.scale = std::nullopt, .accumulate = true});
+            pack_gradients(flat, addend, *gradients, {.scale = std::nullopt, .accumulate = true});
         }
-        flat.reduce_input = as_reduce_input(std::move(flat.accumulated_grad), options, scale);
-        flat.accumulated_grad.reset();
+        flat.reduce_input = as_reduce_input(std::move(addend), options, scale);
+        addend.reset();
     }
     else if (gradients != nullptr) {
-        flat.reduce_input = empty_for(flat.shard_group, flat.geometry->total, options);
+        flat.reduce_input = empty_for(flat.primary.group, flat.geometry->total, options);
         pack_gradients(flat, flat.reduce_input, *gradients, {.scale = scale, .accumulate = false});
     }
     else {
@@ -207,46 +218,43 @@ add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
 {
     const How how = {.scale = predivision(flat), .accumulate = true};
     const WithoutGil released;
-    if (flat.outer_group == nullptr) {
-        reload(flat, flat.accumulated_grad);
-    }
-    if (flat.accumulated_grad.defined()) {
-        convert(flat.reduce_input, flat.accumulated_grad, how);
-        flat.accumulated_grad.reset();
+    at::Tensor &addend = addend_of(flat);
+    if (addend.defined()) {
+        convert(flat.reduce_input, addend, how);
+        addend.reset();
     }
     pack_gradients(flat, flat.reduce_input, gradients, how);
 }
 
-// Nested: add reduce_output, reduced over param_group, to partial_reduce_output, in the shard's dtype.
+// Nested: add reduce_output, reduced over the secondary group, to the accumulated gradient, in the shard's dtype.
 void
 accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
 {
     const WithoutGil released;
-    reload(flat, flat.partial_reduce_output);
-    if (flat.partial_reduce_output.defined()) {
-        convert(flat.partial_reduce_output, flat.reduce_output, {.scale = std::nullopt, .accumulate = true});
+    flat.accumulated.reload(flat.unsharded.device(), name_of(flat));
+    if (flat.accumulated.tensor.defined()) {
+        convert(flat.accumulated.tensor, flat.reduce_output, {.scale = std::nullopt, .accumulate = true});
     }
     else {
-        flat.partial_reduce_output = flat.reduce_output.to(shard.scalar_type());
-        flat.accumulated_home.move_in(flat.partial_reduce_output.device());
+        flat.accumulated.put(flat.reduce_output.to(shard.scalar_type()));
     }
     flat.reduce_output.reset();
     if (flat.gradient == FP_GRADIENT_REDUCING_PARTIAL) {
-        offload(flat, flat.partial_reduce_output);
+        offload(flat);
     }
 }
 
-// Nested: start to reduce partial_reduce_output over outer_group to the shard; zeros if there is none.
+// Nested: start to reduce the accumulated gradient over outer_group to the shard; zeros if there is none.
 void
 reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
     check(flat, FP_GRADIENT_REDUCE);
-    reload(flat, flat.partial_reduce_output);
+    flat.accumulated.reload(flat.unsharded.device(), name_of(flat));
     const at::TensorOptions options = reduce_options(flat, shard);
-    flat.reduce_input = flat.partial_reduce_output.defined()
-                            ? as_reduce_input(flat.partial_reduce_output, options, std::nullopt)
+    flat.reduce_input = flat.accumulated.tensor.defined()
+                            ? as_reduce_input(flat.accumulated.tensor, options, std::nullopt)
                             : at::zeros({flat.part_numel()}, options);
-    flat.partial_reduce_output.reset();
+    flat.accumulated.tensor.reset();
     reduce_over(flat, *flat.outer_group, flat.shard_numel, collectives);
     move(flat, FP_GRADIENT_REDUCE);
 }
@@ -268,20 +276,21 @@ fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, P
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
+        const bool nested = flat->outer_group != nullptr;
         const fp::WithoutGil released;
-        if (flat->outer_group == nullptr) {
-            fp::reload(*flat, flat->accumulated_grad);
-        }
-        const bool first = !flat->accumulated_grad.defined();
-        const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->accumulated_dtype_of(shard));
-        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->accumulated_grad;
-        if (first && flat->outer_group == nullptr) {
-            flat->accumulated_home.move_in(target.device());
-        }
+        at::Tensor &addend = fp::addend_of(*flat);
+        const bool first = !addend.defined();
+        const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->precision.accumulates_in(shard));
+        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : addend;
         fp::pack_gradients(*flat, target, *gradients, {.scale = std::nullopt, .accumulate = !first});
-        flat->accumulated_grad = std::move(target);
-        if (flat->outer_group == nullptr) {
-            fp::offload(*flat, flat->accumulated_grad);
+        if (nested || !first) {
+            addend = std::move(target);
+        }
+        else {
+            flat->accumulated.put(std::move(target));
+        }
+        if (!nested) {
+            fp::offload(*flat);
         }
     });
 }
@@ -325,8 +334,8 @@ fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients,
             fp::make_reduce_input(*flat, gradients, options);
         }
         flat->is_divided = false;
-        if (flat->shards > 1) {
-            fp_group *const group = nested ? flat->param_group : flat->shard_group;
+        if (flat->primary.n > 1) {
+            fp_group *const group = nested ? flat->secondary.group : flat->primary.group;
             fp::reduce_over(*flat, *group, nested ? flat->part_numel() : flat->shard_numel, collectives);
             fp::move(*flat, event);
             return 0;
@@ -371,7 +380,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
             return flat->has_arrived && fp::has_come(flat->has_arrived->event) ? 1 : 0;
         }
         fp::wait_for_reduction(*flat);
-        if (flat->shards > 1) {
+        if (flat->primary.n > 1) {
             flat->reduce_input.reset();
         }
         const fp::Plainly plainly;
@@ -416,7 +425,7 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
         return -1;
     }
     if (flat->gradient != FP_GRADIENT_REDUCING && flat->gradient != FP_GRADIENT_ARRIVING) {
-        return 0; /* nothing is reduced, or only over param_group */
+        return 0; /* nothing is reduced, or only over the secondary group */
     }
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -427,7 +436,7 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
         }
         fp::wait_until(flat->has_arrived);
         fp::check(*flat, FP_GRADIENT_TAKE);
-        const at::ScalarType dtype = fp::gradient_dtype(*flat, flat->reduce_output, shard);
+        const at::ScalarType dtype = flat->precision.of_gradient(flat->reduce_output, shard);
         *reduced = {.tensor = THPVariable_Wrap(flat->reduce_output),
                     .divisor = fp::remaining_divisor(*flat),
                     .dtype = static_cast<int>(dtype)};
@@ -443,28 +452,26 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
 int
 fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) noexcept
 {
-    return flat->accumulated_grad.defined() || flat->partial_reduce_output.defined() || flat->host_valid;
+    return flat->accumulated.exists() || flat->unreduced.defined();
 }
 
 int
 fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) noexcept
 {
-    return flat->accumulated_grad.defined();
+    return flat->unreduced.defined();
 }
 
 PyObject *
 fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
 {
-    const at::Tensor &accumulated = flat->host_valid               ? flat->host
-                                    : flat->outer_group != nullptr ? flat->partial_reduce_output
-                                                                   : flat->accumulated_grad;
+    const at::Tensor &accumulated = flat->accumulated.on_host ? flat->accumulated.host : flat->accumulated.tensor;
     if (!accumulated.defined()) {
         Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&] {
         fp::check_memory(accumulated, fp::name_of(*flat)); /* users reach it by .grad */
-        if (flat->host_valid) {                            /* the caller may read it at once */
-            fp::wait_until(flat->has_left);
+        if (flat->accumulated.on_host) {                   /* the caller may read it at once */
+            fp::wait_until(flat->accumulated.has_left);
         }
         return THPVariable_Wrap(accumulated);
     });
@@ -478,7 +485,7 @@ fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_obj
         const at::Tensor &shard = fp::unpack(shard_object);
         const at::Tensor &grad = fp::unpack(accumulated);
         const int64_t numel = flat->outer_group != nullptr ? flat->part_numel() : flat->geometry->total;
-        const at::ScalarType dtype = flat->accumulated_dtype_of(shard);
+        const at::ScalarType dtype = flat->precision.accumulates_in(shard);
         const c10::Device device = flat->unsharded.device();
         TORCH_CHECK_TYPE(fp::is_plain_tensor(grad), name, ": expected a plain dense tensor as accumulated gradient");
         TORCH_CHECK_VALUE(grad.dim() == 1 && grad.numel() == numel && grad.is_contiguous() &&
@@ -494,11 +501,9 @@ fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *accumulated)
     fp_flat_buffer_drop_grads(flat, 1);
     const int status = fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        at::Tensor &accumulator = flat->outer_group != nullptr ? flat->partial_reduce_output : flat->accumulated_grad;
-        accumulator = fp::unpack(accumulated);
-        flat->accumulated_home.move_in(accumulator.device());
+        flat->accumulated.put(fp::unpack(accumulated));
         const fp::WithoutGil released;
-        fp::offload(*flat, accumulator);
+        fp::offload(*flat);
         return 0;
     });
     if (status < 0) {
@@ -516,12 +521,10 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* legal in each state */
     if (accumulated_too) {
-        fp::unless_failed([&] { fp::share_accumulated(*flat); });
-        flat->accumulated_grad.reset();
-        flat->partial_reduce_output.reset();
-        flat->host_valid = false;
+        flat->accumulated.drop();
+        flat->unreduced.reset();
     }
-    fp::unless_failed([&] { fp::drop_reload(*flat); });
+    fp::unless_failed([&] { flat->accumulated.drop_reload(); });
 }
 
 } // extern "C"
