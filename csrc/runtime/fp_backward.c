@@ -125,7 +125,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
             return -1;
         }
     }
-    return root->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(unit) : 0;
+    return (root->prefetch & FP_PREFETCH_PRE) ? prefetch_backward(unit) : 0;
 }
 
 /* The part of a callback that works on units, under the root's lock. It keeps the unit and the root alive. */
@@ -258,7 +258,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     if (!more && fp_unshard_pass(unit, flat_param) < 0) {
         return -1;
     }
-    if (!more && root->backward_prefetch == FP_PREFETCH_POST && prefetch_backward(unit) < 0) {
+    if (!more && (root->prefetch & FP_PREFETCH_POST) && prefetch_backward(unit) < 0) {
         return -1;
     }
     if (!reduces || more) {

@@ -133,7 +133,7 @@ static const fp_field spec_fields[] = {
     {"param_shards", FP_FIELD_INT, offsetof(flat_param_spec, options.plan.secondary.n)},
     FIELD(options.plan., predivide, FP_FIELD_DOUBLE),
     FIELD(options.plan., postdivide, FP_FIELD_DOUBLE),
-    FIELD(options.plan., full_precision, FP_FIELD_BOOL),
+    FIELD(options., full_precision, FP_FIELD_BOOL),
     FIELD(options., keep_reduce_dtype, FP_FIELD_BOOL),
     FIELD(options.plan., stays_full, FP_FIELD_BOOL),
     FIELD(options.plan., offloads, FP_FIELD_BOOL),

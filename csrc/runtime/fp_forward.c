@@ -42,7 +42,7 @@ prefetch_forward(fp_unit *unit, int first)
 static int
 gathers_ahead(const fp_unit *unit)
 {
-    return unit->root->forward_prefetch ||
+    return (unit->root->prefetch & FP_PREFETCH_FORWARD) ||
            (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
 }
 

@@ -235,15 +235,19 @@ fp_iteration_recover(fp_root *root)
 int
 fp_iteration_look_for_replaced(fp_root *root)
 {
-    root->through_python = root->always_python;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->watched) && !root->through_python; i++) {
-        PyObject *entry = PyTuple_GET_ITEM(root->watched, i);
+    PyObject *watched = Py_XNewRef(root->watched); /* a lookup may run code that calls always_python() */
+    int replaced = watched == NULL;
+    for (Py_ssize_t i = 0; !replaced && i < PyTuple_GET_SIZE(watched); i++) {
+        PyObject *entry = PyTuple_GET_ITEM(watched, i);
         PyObject *now = PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+        replaced = now != PyTuple_GET_ITEM(entry, 2);
         if (now == NULL && PyErr_Occurred()) {
+            Py_DECREF(watched);
             return -1;
         }
-        root->through_python = now != PyTuple_GET_ITEM(entry, 2);
     }
+    Py_XDECREF(watched);
+    root->through_python = replaced;
     return 0;
 }
 

@@ -275,7 +275,7 @@ advance(fp_root *root, Py_ssize_t position)
             return -1;
         }
         fp_unit *next = cursor > 0 ? root->order.items[cursor - 1] : NULL;
-        if (root->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_unshard_prefetch(next) < 0) {
+        if ((root->prefetch & (FP_PREFETCH_PRE | FP_PREFETCH_POST)) && next != NULL && fp_unshard_prefetch(next) < 0) {
             return -1;
         }
     }

@@ -2,8 +2,6 @@
  * an iteration is in fp_iteration.c. */
 #include "runtime/fp_root.h"
 
-#include <stddef.h>
-
 #include "core/fp_alloc.h"
 #include "runtime/fp_backward.h"
 #include "runtime/fp_consensus.h"
@@ -20,6 +18,9 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &collectives, &PyTuple_Type, &watched, &find_tensors)) {
         return NULL;
     }
+    if (backward_prefetch < 0 || backward_prefetch > FP_PREFETCH_POST) {
+        return PyErr_Format(PyExc_ValueError, "expected backward_prefetch to be 0, 1 or 2, got %d", backward_prefetch);
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watched); i++) {
         PyObject *entry = PyTuple_GET_ITEM(watched, i);
         if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 3 || !PyDict_Check(PyTuple_GET_ITEM(entry, 0))) {
@@ -33,8 +34,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->collectives = Py_NewRef(collectives);
     root->watched = Py_NewRef(watched);
     root->find_tensors = Py_NewRef(find_tensors);
-    root->backward_prefetch = backward_prefetch;
-    root->forward_prefetch = forward_prefetch;
+    root->prefetch = (unsigned)backward_prefetch | (forward_prefetch ? FP_PREFETCH_FORWARD : 0U);
     root->model_traces = PyTuple_New(0);
     root->ref = fp_unit_ref_new(root, "the model", &fp_backward_root_calls);
     if (root->model_traces == NULL || root->ref == NULL || fp_lock_make(&root->lock) < 0) {
@@ -115,6 +115,13 @@ root_refresh(fp_root *root, PyObject *ignored)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *
+root_always_python(fp_root *root, PyObject *ignored)
+{
+    Py_CLEAR(root->watched);
+    Py_RETURN_NONE;
+}
+
 static int
 count_blocks(fp_root *root, int more)
 {
@@ -186,6 +193,8 @@ static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
      "tell($self, model_traces, /)\n--\n\n"
      "Tell model_traces, a tuple of ModelTrace, from now on where passes begin and backwards end."},
+    {"always_python", FP_METHOD(root_always_python), METH_NOARGS,
+     "always_python($self, /)\n--\n\nFrom the next pass on every collective goes through the object collectives."},
     {"begin_no_sync", FP_METHOD(root_begin_no_sync), METH_O,
      "begin_no_sync($self, block, /)\n--\n\n"
      "Accumulate gradients, and do not reduce them, until end_no_sync() is called with block, an empty list."},
@@ -212,12 +221,6 @@ static PyGetSetDef root_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef root_members[] = {
-    {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0,
-     "1: every collective goes through the object collectives."},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static PyType_Slot root_slots[] = {
     {Py_tp_doc, "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
                 "What the units of a model share: the groups, the iteration under way, the collectives.\n\n"
@@ -232,7 +235,6 @@ static PyType_Slot root_slots[] = {
     {Py_tp_clear, root_clear},
     {Py_tp_methods, root_methods},
     {Py_tp_getset, root_getset},
-    {Py_tp_members, root_members},
     {0, NULL},
 };
 

@@ -70,7 +70,8 @@ typedef struct {
     PyObject_HEAD
     /* Owned callbacks and settings. The constructor sets them; Root.tell() sets model_traces. */
     PyObject *collectives; /* Python object that does the collectives while through_python is 1 */
-    PyObject *watched;     /* ((dict, name, function), ...): once a user has replaced one, through_python becomes 1 */
+    PyObject *
+        watched; /* ((dict, name, function), ...): once a user has replaced one, through_python becomes 1. NULL: it is always 1 */
     /* find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict. */
     PyObject *find_tensors;
     PyObject *model_traces; /* tuple of ModelTrace: they are told where passes begin and backwards end */
@@ -86,13 +87,11 @@ typedef struct {
     struct fp_unit *reducing; /* the unit whose reduction started last in this backward; NULL: none */
     struct fp_unit *halfway;  /* the unit before it: its second reduction, over replicas, may be under way */
 
-    fp_unit_ref *ref; /* autograd calls the end of a backward through it; it outlives this object */
-    /* FP_PREFETCH_*; 1: gather the next unit while this one computes (on an accelerator that is always done). */
-    int backward_prefetch, forward_prefetch;
+    fp_unit_ref *ref;  /* autograd calls the end of a backward through it; it outlives this object */
+    unsigned prefetch; /* a set of FP_PREFETCH_* */
     int blocks;     /* no_sync() blocks that are open; 0: a backward reduces the gradients, else it accumulates them */
     int64_t resets; /* calls of end_all_no_sync(): a block that began before the last one is no longer open */
     int through_python; /* decided when a pass begins: collectives go through Python */
-    int always_python;  /* set by Python, as a communication hook needs it: through_python becomes 1 in each pass */
 
     /* A backward is under way from the first call of autograd until finish() in fp_backward.c. A backward that raised stays
      * under way, and the next call recovers. */
@@ -192,7 +191,12 @@ enum {
     FP_AHEAD_WRITTEN = 32,    /* some rank did; alike on all ranks */
 };
 
-enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
+/* When the next unit is gathered. */
+enum {
+    FP_PREFETCH_PRE = 1,     /* before the backward of a unit */
+    FP_PREFETCH_POST = 2,    /* after it */
+    FP_PREFETCH_FORWARD = 4, /* while a unit's forward computes; on an accelerator that is always done */
+};
 
 /* Steps of all optimizers in this process. Ranks may count differently, so it decides nothing before ranks have agreed. */
 extern int64_t fp_optimizer_steps;

@@ -43,7 +43,7 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     if (same && untracked == fp_flat_param_is_untracked(flat_param)) {
         return 0;
     }
-    if (!untracked && flat_param->plan->full_precision && fp_param_is_low(flat_param->shard)) {
+    if (!untracked && fp_flat_buffer_has_full_precision(flat_param->flat) && fp_param_is_low(flat_param->shard)) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
                      "their gradients would be added in it: build those that are to train in torch.float32",

@@ -148,7 +148,7 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
         const fp::Precision precision = {.compute_dtype = fp::dtype_from(options->compute_dtype),
                                          .reduce_dtype = fp::dtype_from(options->reduce_dtype),
                                          .keep_reduce_dtype = options->keep_reduce_dtype != 0,
-                                         .full_precision = plan.full_precision != 0};
+                                         .full_precision = options->full_precision != 0};
         auto flat = std::make_unique<fp_flat_buffer>(plan, precision);
         flat->geometry = options->geometry->shared;
         flat->device = fp::device_from(options->device);
@@ -234,6 +234,12 @@ void
 fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) noexcept
 {
     flat->precision.in_full = in_full != 0;
+}
+
+int
+fp_flat_buffer_has_full_precision(const fp_flat_buffer *flat) noexcept
+{
+    return flat->precision.full_precision ? 1 : 0;
 }
 
 int

@@ -40,7 +40,6 @@ typedef struct {
     fp_group *replicate_group; /* gradients of the shard are added over it after primary.group; NULL: none */
     fp_group *outer_group;     /* nested: the ranks whose shards together are this rank's secondary shard, in order */
     double predivide, postdivide; /* gradients are divided by them before and after the sum over the ranks */
-    int full_precision;           /* without a reduce_dtype, gradients are reduced in the shard's dtype */
     int stays_full;               /* release() keeps the memory */
     int offloads;                 /* the accumulated gradient lies in host memory between backwards */
 } fp_flat_buffer_plan;
@@ -48,6 +47,7 @@ typedef struct {
     fp_flat_buffer_plan plan;
     const fp_geometry *geometry;            /* the places of the parameters; total is primary.n * shard_numel. Shared */
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype; None: the shard's, and for reduce_dtype: compute_dtype */
+    int full_precision;                     /* without a reduce_dtype, gradients are reduced in the shard's dtype */
     int keep_reduce_dtype;                  /* the gradient of the shard stays in reduce_dtype */
     PyObject *device;                       /* torch.device to compute on; None: the shard's */
 } fp_flat_buffer_options;
@@ -82,6 +82,7 @@ void fp_flat_buffer_lose_size(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* in_full: compute and reduce in the shard's dtype; else as the options say. It takes effect with the next prepare and
  * views. */
 void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCEPT;
+int fp_flat_buffer_has_full_precision(const fp_flat_buffer *flat) FP_NOEXCEPT; /* full_precision of the options */
 
 /* ---- the views ---- */
 

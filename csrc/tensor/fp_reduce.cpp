@@ -68,10 +68,10 @@ wait_for_reduction(fp_flat_buffer &flat)
     }
 }
 
-// Start to reduce reduce_input over group to reduce_output, which gets numel elements. gloo's reduce_scatter is an all-reduce of
-// a copy, whose wait cannot be interrupted. An all-reduce in place can be, and needs no copy: reduce_output is a slice of
-// reduce_input until the wait. Under a dispatch mode it is a reduce_scatter all the same: tools that count collectives then see
-// the one they expect.
+// Start to reduce reduce_input over group to reduce_output, which gets numel elements. gloo's reduce_scatter is an all-reduce
+// of a copy, whose wait cannot be interrupted. An all-reduce in place can be, and needs no copy: reduce_output is a slice of
+// reduce_input until the wait. Under a dispatch mode it is a reduce_scatter all the same: tools that count collectives then
+// see the one they expect.
 void
 reduce_over(fp_flat_buffer &flat, fp_group &group, int64_t numel, PyObject *collectives)
 {

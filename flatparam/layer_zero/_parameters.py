@@ -117,7 +117,8 @@ class Parameters(Sums):
         root = _C.Root(0, False, self._collectives, WATCHED, find_tensors)
         groups = self.zero1_process_group, self.zero3_process_group
         compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        root.always_python = int(compares or None in map(name_in_cpp, groups))
+        if compares or None in map(name_in_cpp, groups):
+            root.always_python()
         core.join(root)
         sliced = is_sliced(groups[0], self.device)
         flat_param._full_param_padded = core.drive(flat_param, Waits(groups[0]), Waits(groups[1]), sliced)

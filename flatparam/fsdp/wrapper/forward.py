@@ -210,7 +210,8 @@ def lazy_init(wrapper: Wrapper) -> None:
                 f"Expects one communication hook in a tree: {each._unit.name} and {root._unit.name} "
                 "have others. Register it on the root, when the whole tree was wrapped"
             )
-    shared.always_python = int(root._hooked is not None or any(root._fakes))
+    if root._hooked is not None or any(root._fakes):
+        shared.always_python()
     paths = {id(inner): path for path, inner in root.named_modules()}
     for each in reversed(wrappers):  # the root last, so that its next forward tries again if this fails
         path = clean_tensor_name(paths[id(each)] + ".").rstrip(".")

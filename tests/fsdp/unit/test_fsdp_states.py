@@ -62,7 +62,7 @@ def test_a_unit_that_a_hook_frees_while_it_is_gathered_is_not_computed_with(monk
         model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.FULL_SHARD)
         unit = model._unit
         model(torch.ones(1, 3))
-        unit.core.root.always_python = 1
+        unit.core.root.always_python()
         gather = torch_collectives.all_gather
 
         def free(output, own, group):
@@ -101,7 +101,7 @@ def test_no_other_thread_comes_in_while_an_iteration_begins(monkeypatch):
     with fake_world(2):
         model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.ZERO_1)
         model(torch.ones(1, 3))
-        model._unit.core.root.always_python = 1
+        model._unit.core.root.always_python()
         raised = []
         agree = torch_collectives.agree
 
@@ -197,7 +197,7 @@ def test_nothing_comes_in_while_all_is_gathered_anew(monkeypatch, run):
         model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.ZERO_1)
         model(torch.ones(1, 3))
         root = model._unit.core.root
-        root.always_python = 1
+        root.always_python()
         raised = []
         agree = torch_collectives.agree
 
