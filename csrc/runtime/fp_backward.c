@@ -352,14 +352,14 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     return end_section(ours, status < 0 ? -1 : 1);
 }
 
-/* The gradients of a forward's inputs are there, so this forward needs its frozen parameters no more. With the last such
- * forward they are freed. when: the unit's generation (rests) at that forward. For a retained or recorded graph nobody
- * knows how often backward comes again; then the end of the backward frees them. */
+/* The gradients of a forward's inputs are there, so this forward does not need its frozen parameters any more. They are freed
+ * with the last such forward. when: unit->backwards at that forward. How often a backward comes to a retained or recorded
+ * graph is unknown; then the end of the backward frees them. */
 static int
 inputs_done(void *object, int64_t when)
 {
     fp_unit *unit = object;
-    const int is_again = when != unit->rests || unit->pending == 0;
+    const int is_again = when != unit->backwards || unit->pending == 0;
     unit->pending -= !is_again;
     if (is_again || unit->pending > 0 || unit->for_graph || unit->root == NULL || !fp_root_in_backward(unit->root) ||
         !fp_unshard_frees_passed(unit) || fp_unit_is_in_forward(unit) || fp_iteration_is_elsewhere(unit->root)) {
@@ -441,7 +441,7 @@ finish_step_of(fp_unit *unit)
 {
     fp_root *root = unit->root;
     fp_unit_check(unit, "the end of backward");
-    if (fp_iteration_rest(unit) < 0 || fp_reduction_start_packed(unit) < 0) {
+    if (fp_iteration_end_backward(unit) < 0 || fp_reduction_start_packed(unit) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -529,7 +529,7 @@ finish(void *root_pointer, uint64_t ignored)
     }
     if (status == 0) {
         root->phase = FP_PHASE_OPEN;
-        fp_rest_check(root, "the end of backward");
+        fp_idle_check(root, "the end of backward");
         status = root->reduce_order.n > 0 ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped */
     }
     fp_iteration_leave(root);

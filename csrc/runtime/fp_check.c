@@ -106,7 +106,7 @@ fp_units_check(const fp_root *root, const char *where)
 }
 
 void
-fp_rest_check(const fp_root *root, const char *where)
+fp_idle_check(const fp_root *root, const char *where)
 {
     const subject of = {NULL, where};
     fp_units_check(root, where);

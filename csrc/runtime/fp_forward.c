@@ -264,7 +264,7 @@ fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
         return PyErr_Format(PyExc_TypeError, "expected a list of tensors, got %s", Py_TYPE(tensors)->tp_name);
     }
     if (unit->root == NULL || !fp_root_in_backward(unit->root) || unit->pending == 0) { /* else it was counted */
-        const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->rests);
+        const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->backwards);
         if (hooked < 0) {
             return NULL;
         }

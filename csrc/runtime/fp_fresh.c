@@ -54,7 +54,7 @@ static int
 is_of_now_here(const fp_unit *unit)
 {
     const int is_ahead = unit->state == FP_UNIT_GATHERING && unit->gather_pass == unit->root->pass;
-    int fresh = unit->accumulated_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
+    int fresh = unit->data_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
     for (Py_ssize_t k = 0; fresh > 0 && k < unit->n_flat_params; k++) {
         fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
     }
@@ -114,7 +114,7 @@ static int
 is_old(const fp_unit *unit, const fp_flat_param *flat_param)
 {
     if (!fp_unit_has_secondary_shard(unit)) {
-        return unit->accumulated_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
+        return unit->data_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
     }
     return !fp_flat_buffer_has_values(flat_param->flat) || flat_param->synced != fp_flat_param_versions(flat_param) ||
            (!fp_flat_param_is_untracked(flat_param) && flat_param->synced_steps != fp_optimizer_steps);

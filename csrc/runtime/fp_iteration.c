@@ -123,11 +123,11 @@ fp_iteration_enter_in_backward(fp_root *root)
 /* ---- units ---- */
 
 int
-fp_iteration_rest(fp_unit *unit)
+fp_iteration_end_backward(fp_unit *unit)
 {
     unit->position = -1;
     unit->pending = 0;
-    unit->rests++;
+    unit->backwards++;
     return fp_iteration_move(unit, FP_PASS_FINISH_BACKWARD);
 }
 
@@ -197,7 +197,7 @@ fp_iteration_recover(fp_root *root)
     fp_reduce_order_forget(root);
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        keep_first(&first, fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_rest(unit));
+        keep_first(&first, fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_end_backward(unit));
     }
     keep_first(&first, fp_iteration_wait_until_read(root));
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
@@ -224,7 +224,7 @@ fp_iteration_recover(fp_root *root)
     }
     root->phase = FP_PHASE_OPEN;
     Py_DECREF(units);
-    fp_rest_check(root, "recover");
+    fp_idle_check(root, "recover");
     if (first != NULL) {
         PyErr_SetRaisedException(first);
         return -1;

@@ -22,9 +22,9 @@ int fp_iteration_append_order(fp_root *root,
                               fp_unit *unit); /* the unit's forward has ended: append it to root->order */
 /* Wait until the device has read the shards that lie on the host (CPU offload), so that users may write to them. */
 int fp_iteration_wait_until_read(fp_root *root);
-/* The backward is over: take the unit out of root->order, end its generation, and let it be IDLE, or FORWARD while a
+/* A backward has ended: take the unit out of root->order, count the backward, and let the unit be IDLE, or FORWARD while a
  * forward of it is under way. */
-int fp_iteration_rest(fp_unit *unit);
+int fp_iteration_end_backward(fp_unit *unit);
 void fp_iteration_leave_root(
     fp_unit *unit); /* take the unit out of its root, whose reference is dropped; it may have none */
 

@@ -35,8 +35,8 @@ void fp_unit_list_remove(fp_unit_list *list, const struct fp_unit *unit);
 /* New tuple of the units, which it keeps alive: for loops that run Python code, in which a unit may leave the list. */
 PyObject *fp_unit_list_copy(const fp_unit_list *list);
 
-/* One all-reduce of flags over one group: what its ranks tell each other about the units that are sharded over it. Made and
- * freed by fp_consensus.c. The units and their order are the same on all ranks of the group. */
+/* One all-reduce of flags over one group, about the units that are sharded over it. fp_consensus.c makes and frees it. The
+ * units and their order are the same on all ranks of the group. */
 typedef struct {
     fp_sum *sum;            /* owned; the all-reduce under way. NULL before it starts and after its result was read */
     struct fp_unit **units; /* [n] owned references */
@@ -47,7 +47,7 @@ typedef struct {
     int rank, ranks; /* this rank in the group; the group's size */
 } fp_exchange;
 
-/* What the ranks tell each other in a backward: fp_consensus.h. Zeroed outside of one. */
+/* The consensus in a backward: fp_consensus.h. Zeroed outside of a backward. */
 typedef struct {
     fp_exchange *exchanges; /* [n] owned, one a group */
     Py_ssize_t n;
@@ -55,7 +55,7 @@ typedef struct {
     const struct fp_unit *error_unit; /* borrowed; the unit that raised it */
 } fp_consensus;
 
-/* What a model may begin. In a backward: what happens to its graph. Alike on all ranks. */
+/* Whether a forward or backward of a model may begin; in a backward, the fate of its graph. Alike on all ranks. */
 typedef enum {
     FP_PHASE_OPEN = 0, /* a forward or backward may begin; forwards may be under way */
     FP_PHASE_CLOSED,   /* a recovery or refresh() is under way: none may begin */
@@ -70,8 +70,8 @@ typedef struct {
     PyObject_HEAD
     /* Owned callbacks and settings. The constructor sets them; Root.tell() sets model_traces. */
     PyObject *collectives; /* Python object that does the collectives while through_python is 1 */
-    PyObject *
-        watched; /* ((dict, name, function), ...): once a user has replaced one, through_python becomes 1. NULL: it is always 1 */
+    /* ((dict, name, function), ...): once a user has replaced one, through_python becomes 1. NULL: it is 1 in each pass. */
+    PyObject *watched;
     /* find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict. */
     PyObject *find_tensors;
     PyObject *model_traces; /* tuple of ModelTrace: they are told where passes begin and backwards end */
@@ -103,11 +103,11 @@ typedef struct {
     fp_lock lock;     /* a thread holds it while it works on units in a backward */
 
     /* Reduce order: fp_reduce_order.h. */
-    fp_unit_list
-        reduce_order; /* all units. Empty until one with a secondary shard joins; then the next two are unused */
+    /* All units. Empty, and the next two unused, until a unit with a secondary shard joins. */
+    fp_unit_list reduce_order;
     Py_ssize_t reduce_order_at; /* index in reduce_order of the unit whose turn is next; units.n: no turn is left */
     Py_ssize_t cursor;          /* index in order of the unit that this backward has come to; order.n: none yet */
-    Py_ssize_t entries;         /* gives fp_unit.entry: first forwards of units in a pass, over all passes */
+    Py_ssize_t entries;         /* first forwards of units in a pass, counted over all passes: the next fp_unit.entry */
 
     fp_consensus consensus;
 
@@ -124,7 +124,7 @@ typedef struct {
 typedef enum {
     FP_STALE_NO = 0,
     FP_STALE_YES,      /* the next gather is from the shards */
-    FP_STALE_GATHERED, /* it was when this pass began, and was gathered from the shards since */
+    FP_STALE_GATHERED, /* it was stale when this pass began, and was gathered from the shards since */
 } fp_staleness;
 
 /* _C.Unit. It owns its flat parameters. Autograd refers to it by ref, which outlives it. */
@@ -134,8 +134,8 @@ typedef struct fp_unit {
     PyObject *name;              /* str: names the unit in messages */
     PyObject *on_param_replaced; /* on_param_replaced(): a user moved or replaced a parameter; Python takes it back */
     PyObject *reason;            /* str: the message of the error when freed data is read */
-    PyObject *opaque;            /* str: reason, and that no tensor was found in the last output; NULL: one was found */
-    /* reduced(index): .grad has the reduced gradient of the flat parameter of this index. None or NULL: nobody is called. */
+    PyObject *opaque;            /* str: the message in place of reason, if the last output had no tensor; else NULL */
+    /* reduced(index): called when .grad has the reduced gradient of the flat parameter of this index; or None, or NULL. */
     PyObject *reduced;
     fp_flat_param *flat_params; /* [n_flat_params] owned */
     Py_ssize_t n_flat_params;
@@ -155,16 +155,15 @@ typedef struct fp_unit {
     fp_unit_state state; /* of its unsharded data; changed by fp_unshard_move() alone */
     Py_ssize_t depth;    /* forwards of this unit under way, one inside the other */
     Py_ssize_t pending;  /* forwards with inputs whose gradients are not there yet; frozen data may be freed at 0 */
-    int64_t rests;  /* generation: incremented at the end of each backward; callbacks of older forwards are ignored */
-    uint64_t began; /* fp_graph_now() at the start of its outermost forward, the one under way or the last one */
+    int64_t backwards;   /* backwards that have ended; inputs_done() of a forward before the last one is ignored */
+    uint64_t began;      /* fp_graph_now() at the start of its outermost forward, the one under way or the last one */
     int64_t gather_pass; /* the last pass that gathered or used the unsharded data; -1: the data is not valid */
     Py_ssize_t entered;  /* root->order.n when its first forward of that pass began */
     /* Number of that first forward, counted by root->entries: units are reduced in reverse of it. -1: none in this pass. */
     Py_ssize_t entry;
 
     /* Validity of the unsharded data: fp_fresh.c. */
-    int64_t
-        accumulated_steps; /* fp_optimizer_steps at the gather, or when no_sync kept the data; -1: no forward may use it */
+    int64_t data_steps; /* fp_optimizer_steps at the gather, or when no_sync kept the data; -1: no forward may use it */
     int64_t gather_steps; /* root->optimizer_steps at the gather */
     int for_graph;        /* 1: a graph recorded with create_graph=True needs the data, so it is not freed */
 

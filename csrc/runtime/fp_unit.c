@@ -146,7 +146,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     fp_iteration_leave_root(unit);
     root->units.items[root->units.n++] = unit; /* there is room */
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->gather_pass = unit->entry = unit->accumulated_steps = unit->recorded = unit->seen_writes = -1;
+    unit->gather_pass = unit->entry = unit->data_steps = unit->recorded = unit->seen_writes = -1;
     Py_XDECREF(left);
     Py_RETURN_NONE;
 }
@@ -311,7 +311,7 @@ unit_average_elsewhere(fp_unit *unit, PyObject *ignored)
 static PyObject *
 unit_invalidate(fp_unit *unit, PyObject *ignored)
 {
-    unit->accumulated_steps = unit->gather_pass = -1;
+    unit->data_steps = unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }

@@ -285,7 +285,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->gather_pass = root->pass;
-    unit->accumulated_steps = fp_optimizer_steps;
+    unit->data_steps = fp_optimizer_steps;
     unit->gather_steps = root->optimizer_steps;
     if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
@@ -411,7 +411,7 @@ fp_unshard_hide_old(fp_unit *unit)
 int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
-    unit->accumulated_steps = steps;
+    unit->data_steps = steps;
     if (fp_unshard_move(unit, steps >= 0 ? FP_UNIT_KEEP : FP_UNIT_KEEP_FOR_GRAPH) < 0) {
         return -1;
     }

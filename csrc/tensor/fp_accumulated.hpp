@@ -1,9 +1,11 @@
 // tensor/fp_accumulated.hpp -- the gradient that one flat parameter accumulates over micro-batches, and its copy in host memory
-// between backwards (offload). The GIL protects it. name: of the unit, in errors; null: there is none yet.
+// between backwards (offload). fp_flat_buffer owns it; the GIL protects it. name: the unit's name for errors, or null. A user
+// may have freed the memory, which .grad shows: then reload() and offload() throw ValueError, and nothing is changed.
 //
-//   tensor undefined, !on_host   there is none
-//   tensor                       it lies on the device that computes
-//   on_host                      host has the values, and the device has none, or a copy that is on its way (coming)
+//   tensor defined   on_host   the accumulated gradient
+//   no               false     there is none
+//   yes              false     lies in tensor, on the device that computes
+//   no               true      lies in host; coming is a copy of it on the device, if start_reload() was called
 #pragma once
 
 #include "tensor/fp_streams.hpp"
@@ -12,7 +14,7 @@ namespace fp {
 
 struct Accumulated {
     at::Tensor tensor;
-    Home home;       // of the memory of tensor and coming
+    Home home;       // of the memory of tensor, or of coming
     at::Tensor host; // pinned beside an accelerator; kept for the next offload
     bool on_host = false;
     std::optional<Mark> has_left; // after the copy to host
@@ -24,25 +26,25 @@ struct Accumulated {
         return tensor.defined() || on_host;
     }
 
-    // Take made as the gradient, whose memory was allocated now.
+    // Let made, whose memory was allocated now, be the gradient.
     void put(at::Tensor made);
 
-    // If it lies in host memory, move it to tensor on device. The current stream waits for the copy.
+    // If the gradient lies in host memory, let tensor be a copy of it on device. The current stream waits for the copy.
     void reload(const c10::Device &device, const char *name);
 
-    // If it lies in host memory, start to copy it to coming.
+    // If the gradient lies in host memory, start to copy it to coming, ahead of reload().
     void start_reload(const c10::Device &device, const char *name);
 
-    // Drop the copy that reload() would use. The current stream waits for it, as it may use the memory next.
+    // Drop coming; host still has the values. The current stream waits for the copy, as it may use the memory next.
     void drop_reload();
 
-    // Move tensor to host memory.
+    // Copy tensor to host, and undefine it.
     void offload(const char *name);
 
     // Tell the allocator that the current stream uses tensor: see Home::share().
     void share() const;
 
-    // There is none any more. Does not throw.
+    // Drop the gradient. Does not throw.
     void drop();
 };
 

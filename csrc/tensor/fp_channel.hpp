@@ -30,9 +30,9 @@ namespace fp {
 // A collective that was issued from C++ and has not ended.
 struct Pending {
     c10::intrusive_ptr<c10d::Work> work; // null: none is under way
-    fp_group *group = nullptr;           // of the last one, borrowed
-    // Between fp_flat_buffers_begin() and _end() collectives may join into one call. joined: this one has begun there, and
-    // the work of that call replaces its work.
+    fp_group *group = nullptr;           // the group of the last collective, borrowed
+    // may: between fp_flat_buffers_begin() and _end(), where collectives join into one call. joined: this one has begun there,
+    // and the work of that call replaces its work.
     enum class Join { alone, may, joined } join = Join::alone;
 
     explicit operator bool() const

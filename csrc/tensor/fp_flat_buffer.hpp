@@ -34,14 +34,14 @@ struct Precision {
     {
         return is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
     }
-    // The dtype of the gradient of the shard, which was reduced to result.
+    // The dtype of the shard's gradient. result: the output of the reduction.
     at::ScalarType of_gradient(const at::Tensor &result, const at::Tensor &shard) const
     {
         return keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
     }
 };
 
-// Counts how often a tensor has got another storage.
+// A count of the storages that a tensor has had.
 class StorageCount {
   public:
     int64_t see(const c10::Storage &storage)

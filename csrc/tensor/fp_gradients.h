@@ -67,7 +67,7 @@ int fp_gradients_is_zeroed(PyObject *grad);
  *   deferred_reduced  [shard_numel], an owned reference; NULL: there is none
  *   has[n]            1: parameter i has a part in it
  *   frozen_share[n]   1: parameter i does not require grad any more, and has a part in the accumulated gradient
- *   cleared[n]        nested: 1: the user has cleared the gradient of parameter i, and other ranks are to clear theirs */
+ *   cleared[n]        nested: 1: the user has cleared the gradient of parameter i, so that other ranks must clear theirs */
 typedef struct {
     PyObject *deferred_reduced;
     char *has, *frozen_share, *cleared;
