@@ -5,6 +5,7 @@
 //   INDEX             the report (core/fp_report.h) of the rank that asks first about the event of this index
 //   INDEX/kept        set if an exception has kept that rank from the event
 //   "trouble"         the report of a rank that has raised and lives on
+//   "raised by R"     the last step in which rank R of the world has raised
 //   "told"            the report in "trouble" for which this watch has ended the wait
 //   "absent"          "[ranks]": the ranks of the world that this watch has found absent
 #include "desync/fp_watch.h"
@@ -117,16 +118,17 @@ class Watch {
         return fp_report_read(said.c_str(), &asked) != 0 && asked.event != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
-    // Whether another rank has raised in a pass and lives on, while the device has waited for 2 s in that pass or an earlier
-    // one. Sets "told".
+    // Whether another rank has raised and lives on, while the device has waited for 2 s. Not if this rank has raised in that
+    // step too: then all may have caught the same, and the other is only slower. Sets "told".
     bool is_told_of_trouble()
     {
         const std::string said = value_at(*store_, "trouble");
         fp_report trouble;
-        if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_) {
+        if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_ || !pending_.has_waited(troubled_for)) {
             return false;
         }
-        if (fp_trace_passes(trace_) > trouble.step || !pending_.has_waited(troubled_for)) {
+        const std::string raised = value_at(*store_, "raised by " + std::to_string(me_));
+        if (!raised.empty() && std::stoll(raised) >= trouble.step) {
             return false;
         }
         (void)store_->compareSet("told", "", said);

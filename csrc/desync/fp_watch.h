@@ -30,7 +30,7 @@ typedef struct {
  *   another rank has declared the group broken (key "broken")
  *   a rank asks about an event (key "pending"), and trace has another event at its index; or an
  *   exception has kept that rank from an event that trace has begun
- *   another rank has raised in this pass and lives on (key "trouble"), and the device waits for 2 s  "told"
+ *   another rank has raised and lives on (key "trouble"), and the device waits for 2 s               "told"
  *   a rank of the group is lost: fp_board_said() has a reason                                                       yes
  *   4 s before the group's time-out some ranks have nothing pending, and do not answer a call     "absent"          yes
  *

@@ -183,12 +183,6 @@ root_state(const fp_root *root, void *ignored)
     return PyUnicode_FromString(state);
 }
 
-static PyObject *
-root_awaits_backward(const fp_root *root, void *ignored)
-{
-    return PyBool_FromLong(root->order.n > 0);
-}
-
 static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
      "tell($self, model_traces, /)\n--\n\n"
@@ -214,8 +208,6 @@ static PyMethodDef root_methods[] = {
 };
 
 static PyGetSetDef root_getset[] = {
-    {"awaits_backward", FP_GETTER(root_awaits_backward), NULL,
-     "Whether a forward has run and no backward has ended since: a backward then belongs to its pass.", NULL},
     {"state", FP_GETTER(root_state), NULL,
      "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception has ended a backward, and the next pass recovers.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

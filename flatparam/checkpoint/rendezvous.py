@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..fsdp.desync import liveness
+from ..fsdp.desync.checked_collectives import come_back
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
 from ..fsdp.errors import StateError, StoreGoneError
 from ..fsdp.states.safetensors_files import FileError
@@ -42,6 +43,7 @@ class Rendezvous:
         if len(self.ranks) == 1 or dist.get_backend(members) in WITHOUT_STORE:
             return
         liveness.enter()
+        come_back()
         world: Any = dist.group.WORLD
         met = _met.setdefault(world, {})
         number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1

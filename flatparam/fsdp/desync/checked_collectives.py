@@ -8,11 +8,13 @@ A wait notices Ctrl-C and ranks that have ended. An interrupted wait leaves the 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from . import liveness, stores
 from .events import SetupCollective, encode
 from .stores import store_of
 from .trace import AND_SO, TRANSPORT, GroupTrace
-from .unit_ids import Shared, id_of_flat_param
+from .unit_ids import Numbered, Shared, id_of_flat_param
 
 _traces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace | None]] = weakref.WeakKeyDictionary()
 
@@ -120,18 +122,28 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
 troubled: list[GroupTrace] = []
 
 
-def tell_trouble(parts: Iterable[Shared], error: BaseException, is_next: bool = False) -> None:
-    """Tell the ranks that share ``parts`` that ``error`` has ended a pass on this rank. Its process goes on.
+def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
+    """Tell the ranks that share ``parts`` that ``error`` has ended a collective call here. This process goes on.
 
-    ``is_next``: the pass has not begun here: its first collective was to come.
     Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception.
     """
     if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
-    for trace in _traces_of(parts):
-        if trace not in troubled:
-            trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"), is_next)
-            troubled.append(trace)
+    with contextlib.suppress(StoreGoneError):
+        for trace in {trace_of(group, part.device) for part in parts for group in part.groups}:
+            if trace is not None and trace not in troubled:
+                trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"))
+                troubled.append(trace)
+
+
+@contextlib.contextmanager
+def telling(units: Callable[[], Iterable[Numbered]]) -> Iterator[None]:
+    """A block with collectives of ``units()`` outside of a step. Tell the other ranks of an exception that ends it."""
+    try:
+        yield
+    except Exception as error:
+        tell_trouble((part for unit in units() for part in unit.flat_params if part.is_sharded), error)
+        raise
 
 
 def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
@@ -183,6 +195,7 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     NCCL over a group. Ctrl-C cannot end that wait, so in these cases the ranks meet in the store first.
     Raises: OrderError if another rank cannot come to that meeting.
     """
+    come_back()
     _connect(group, tensors[-1].device)
     return collective(*tensors, group=group, async_op=True, **options)
 
@@ -248,9 +261,14 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
         _meetings[group] = liveness.Meetings(
             store.own_connection(), f"flatparam meets {liveness.generation_of_world()}"
         )
-    said = _meetings[group].meet(ranks, mine)
+    said = _meetings[group].meet(ranks, mine, functools.partial(_raise_if_troubled, group))
     _meetings[group].forget()
     return said
+
+
+def _raise_if_troubled(group: dist.ProcessGroup, waited: float) -> None:
+    for trace in filter(None, _traces.get(group, {}).values()):
+        trace.raise_if_troubled(waited)
 
 
 def look_of(
@@ -269,6 +287,7 @@ def look_of(
         ours, ranks = liveness.board(), dist.get_process_group_ranks(group)
         try:
             waited = time.monotonic() - begin
+            _raise_if_troubled(group, waited)
             found = ours and (ours.diagnose(ranks) if has_failed else ours.find_dead(ranks, waited, is_absent))
         except StoreGoneError as error:
             found = str(error) if has_failed else None

@@ -191,10 +191,18 @@ def generation_of_world() -> str:
     return _lives[world]
 
 
-def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
+def wait_for_keys(
+    store: Store,
+    keys: list[str],
+    ranks: Sequence[int],
+    *,
+    takes_long: bool = False,
+    look: Callable[[float], object] = lambda waited: None,
+) -> None:
     """Wait until each of ``ranks`` has set its key in ``keys``, or until the store's time-out. Ctrl-C ends the wait.
 
-    ``takes_long``: wait beyond the time-out, as long as the ranks answer calls.
+    ``takes_long``: wait beyond the time-out, as long as the ranks answer calls; ``look``: called meanwhile, with the
+    seconds so far; raises if it finds that a rank does not come.
     Raises: OrderError if one of the ranks has ended before it set its key.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
@@ -207,6 +215,7 @@ def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_
             found = ours.find_dead(ranks, waited, lambda rank: not store.check([key_of[rank]]))
             if found is not None:
                 raise OrderError(found)
+        look(waited)
         time.sleep(min(0.3, 0.001 + waited / 10))
         waited = time.monotonic() - begin
 
@@ -217,11 +226,16 @@ class Meetings:
     def __init__(self, store: Store, name: str):
         self._store, self._name, self._number = store, name, 0
 
-    def meet(self, ranks: Sequence[int], mine: str = "is here") -> list[str]:
-        """Wait for ``ranks``, and return the text ``mine`` of each, in order. Raises: OrderError if one has ended."""
+    def meet(
+        self, ranks: Sequence[int], mine: str = "is here", look: Callable[[float], object] = lambda waited: None
+    ) -> list[str]:
+        """Wait for ``ranks``, and return the text ``mine`` of each, in order. Raises: OrderError if one has ended.
+
+        ``look``: as in ``wait_for_keys``.
+        """
         self._store.set(self._key(dist.get_rank()), mine)
         keys = [self._key(rank) for rank in ranks]
-        wait_for_keys(self._store, keys, ranks)
+        wait_for_keys(self._store, keys, ranks, look=look)
         said = self._store.values_at(keys)
         self._number += 1
         return said

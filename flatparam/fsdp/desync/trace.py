@@ -27,6 +27,7 @@ Keys in the store, below the group's generation; ``N`` is the number of a collec
 | ``pending`` | the first ``N`` that has been asked about and not answered |
 | ``broken``, ``readers`` | the reason why the group is broken, and how many will read it; how many have |
 | ``trouble``, ``told`` | an exception that a live rank has raised; the one for which C aborted a communicator |
+| ``raised by R`` | the last step in which world rank R has raised an exception |
 | ``call``, ``answer of I``, ``absent`` | a late rank's call; the last call that rank I answered; ranks without answer |
 """
 
@@ -100,6 +101,7 @@ class GroupTrace:
         self._peers: weakref.WeakSet[GroupTrace] = weakref.WeakSet()  # other groups of the same model
         self._told_of_loss = False  # a call has raised the error
         self._trouble = ""  # this rank's last value of the key "trouble"
+        self._raised = -1  # the last step that an exception has ended here
 
     def join(self, others: Iterable["GroupTrace"]) -> None:
         """Break ``others`` whenever this trace breaks: one model uses the groups of all."""
@@ -351,7 +353,7 @@ class GroupTrace:
                 self._raise_if_lost(now - begin, lambda rank: not answered())
                 self._point_at(index)
                 self._answer()
-                self._raise_if_troubled(now - begin, mine)
+                self.raise_if_troubled(now - begin)
                 if asks and (kept := self._said(f"{index}/kept")):
                     kept_since = min(kept_since, now)
                     if now - kept_since > _KEPT_FOR:
@@ -437,9 +439,9 @@ class GroupTrace:
         self._raise_if_broken()
         self._raise_if_lost(waited, is_absent)
         self._look_at_question()
+        self.raise_if_troubled(waited)
         mine = self._post_at(self.core.count - 1)
         if mine is not None:
-            self._raise_if_troubled(waited, mine)
             self._answer()
             if waited > self._seconds():
                 self._late(mine)
@@ -482,23 +484,30 @@ class GroupTrace:
         if broken := self._said("broken"):
             self._break(json.loads(broken)[0])
 
-    def tell_trouble(self, text: str, is_next: bool) -> None:
-        """Post that the exception in ``text`` has ended this pass, or the next one, on this rank. It may come back."""
-        if self._own_store is not None and not self._reason:
-            self._trouble = _C.write_report(self._ranks[self._me], self.core.passes + is_next, 0, text)
-            with contextlib.suppress(StoreGoneError):
-                self._store.set("trouble", self._trouble)
+    def tell_trouble(self, text: str) -> None:
+        """Post that the exception in ``text`` has ended a collective call on this rank. It may come back.
+
+        Raises: StoreGoneError.
+        """
+        if not self._reason:
+            rank, self._raised = self._ranks[self._me], self.core.passes
+            self._trouble = _C.write_report(rank, self._raised, 0, text)
+            self._store.set(f"raised by {rank}", str(self._raised))
+            self._store.set("trouble", self._trouble)
 
     def come_back(self) -> None:
         """Withdraw the post of ``tell_trouble``, unless another rank has replaced it."""
         with contextlib.suppress(StoreGoneError):
             self._store.compare_set("trouble", self._trouble, "")
 
-    def _raise_if_troubled(self, waited: float, mine: CollectiveEvent) -> None:
-        """Raise if an exception has ended another rank's pass, and this rank is still in that pass after a while."""
+    def raise_if_troubled(self, waited: float) -> None:
+        """Raise if an exception has ended a call of another rank, which has not come back while this one has waited.
+
+        Not if this rank has raised in that step too: then all may have caught the same, and the other is only slower.
+        """
         if waited > _TROUBLED_FOR and (said := self._said("trouble")):
             rank, step, _, text = _C.read_report(said)
-            if rank != mine.rank and mine.step <= step:
+            if rank != self._ranks[self._me] and self._raised < step:
                 self._break(text, "", absent=1)
 
     def _raise_if_told_of_trouble(self) -> None:

@@ -38,6 +38,10 @@ class Shared(Protocol):
     def device(self) -> torch.device:
         """Where its collectives are issued."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is gathered."""
+
 
 class Numbered(Protocol):
     """A unit, as messages about its collectives need it."""

@@ -32,9 +32,7 @@ def tell(outputs: Sequence[Any], error: Exception) -> None:
         # INTERRUPTED: a callback of a unit has run in it; IDLE: the exception came before the first one
         is_before = root.state == "IDLE" and _leads_to(outputs, units)
         if is_before or root.state == "INTERRUPTED":
-            # a second backward of a retained graph begins a pass
-            is_next = is_before and not root.awaits_backward
-            tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error, is_next)
+            tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
 
 
 def go_on(outputs: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..desync.checked_collectives import gather_objects
+from ..desync.checked_collectives import check_exchanges, gather_objects
 from ..desync.events import SetupCollective
 from ..names import clean_tensor_name, join, printable
 from ..unit.local_params import unit_paths
@@ -67,6 +67,8 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     for unit in units:
         for group in unit.options.placement.compared:
             groups.setdefault(id(group), (group, set()))[1].add(unit)
+        for flat_param in unit.flat_params:  # an unpickled unit has not done so, as one rank alone may load a pickle
+            check_exchanges(unit.options.placement.compared, flat_param.device)
     # Twice: a failure that a rank hears of in a later group reaches the earlier groups too
     for group, sharing in [*groups.values(), *groups.values()]:
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}

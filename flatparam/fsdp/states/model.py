@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import _C
 from ...common.warned import one_of_each, warn_user
-from ..desync.checked_collectives import settle, still_troubled
+from ..desync.checked_collectives import settle, still_troubled, telling
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..sharding.parameters import Name, ParamInfo
@@ -69,7 +69,9 @@ def state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
     prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
     if is_ungathered():
         return _ungathered_state(wrapper, prefix, destination, kwargs)
-    with one_of_each(wrapper._placement.compared):
+    gathers = wrapper._settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT
+    units = units_of(wrapper.modules() if gathers else ())
+    with one_of_each(wrapper._placement.compared), telling(lambda: units):
         return _gathered_state(wrapper, prefix, destination, kwargs)
 
 

@@ -20,9 +20,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ...common.warned import warn_user
+from ..desync.checked_collectives import telling
 from ..either import or_torchs
 from ..errors import StateError
 from ..unit.local_params import LocalParam, UnitParam
+from ..unit.unit import units_of
 from .from_rank0 import from_first
 from .ids import rekeyed
 from .optimizer_classes import class_of, why_not
@@ -48,7 +50,7 @@ def full_optim_state_dict(
     A collective call. Peak memory: the result, and one state tensor of the largest unit.
     Raises: ValueError naming parameter and key, if ranks have different keys or values for a parameter.
     """
-    return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
+    return _full(model, optim, _state_of(model, optim), optim_input, rank0_only, group, to_cpu=True)
 
 
 @or_torchs
@@ -64,7 +66,7 @@ def optim_state_dict(
     """
     settings = settings_of(model)
     config = settings.optim_state_dict_config
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    given = _state_of(model, optim) if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return _sharded(model, optim, given, to_cpu=config.offload_to_cpu)
     rank0_only = getattr(config, "rank0_only", False)
@@ -79,7 +81,7 @@ def sharded_optim_state_dict(
 
     A collective call. Raises: ValueError naming parameter and key, if ranks have different keys or values.
     """
-    return _sharded(model, optim, optim.state_dict(), to_cpu=False)
+    return _sharded(model, optim, _state_of(model, optim), to_cpu=False)
 
 
 @or_torchs
@@ -176,6 +178,11 @@ def optim_state_dict_to_load(
     if load_directly:
         optim.load_state_dict(result)
     return result
+
+
+def _state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    with telling(lambda: units_of(model.modules())):  # hooks of users may raise
+        return optim.state_dict()
 
 
 def _warned(optim_input: OptimInput) -> OptimInput:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.tensors import refuse_freed
 from ...common.warned import warn_user
-from ..desync.checked_collectives import gather_objects, settle
+from ..desync.checked_collectives import check_exchanges, gather_objects, settle
 from ..desync.events import SetupCollective
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
@@ -114,7 +114,10 @@ def _agreed(
     groups: dict[Any, list[SteppedParam]] = {}
     for one in sharded:
         assert one.flat_param is not None
-        groups.setdefault(one.flat_param.placement.optim, []).append(one)
+        group = one.flat_param.placement.optim
+        if group is not None and group not in groups:
+            check_exchanges([group], one.flat_param.device)  # as in agree_on_loading
+        groups.setdefault(group, []).append(one)
     result: dict[SteppedParam, Described] = {}
     for group, members in groups.items():
         mine: dict[str, Described | None] = {}

@@ -505,9 +505,10 @@ class _Summoning:
         checked_collectives.settle(
             flat_param for unit in units for flat_param in unit.flat_params if not flat_param.is_sharded
         )
-        for unit in units:
-            self._states.append(Summoned(unit, **self._flags))
-            self._states[-1].enter()
+        with checked_collectives.telling(lambda: units):
+            for unit in units:
+                self._states.append(Summoned(unit, **self._flags))
+                self._states[-1].enter()
         self._are_all_there = True
 
     def end(self) -> None:

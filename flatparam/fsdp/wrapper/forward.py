@@ -101,12 +101,14 @@ def forward(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
 def _tell_trouble(wrapper: Wrapper, error: BaseException) -> None:
     """Tell waiting ranks that ``error`` has ended the root's forward, or a forward that backward recomputes.
 
-    An inner forward tells nothing: the user's module may catch the exception.
+    An inner forward tells nothing: the user's module may catch the exception. Nor does a forward that needs no other
+    rank: one rank alone may evaluate a model that is not sharded.
     """
     root: Any = wrapper._unit.core.root
     if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
         units = units_of(wrapper._outermost().modules())
-        tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
+        parts = [flat_param for unit in units for flat_param in unit.flat_params]
+        tell_trouble([part for part in parts if part.is_sharded or torch.is_grad_enabled()], error)
 
 
 def _refuse_untrained(wrapper: Wrapper) -> None:

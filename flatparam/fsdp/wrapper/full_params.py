@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ...common.warned import warn_user
+from ..desync.checked_collectives import telling
 from ..either import or_torchs
 from ..errors import WritebackError
 from ..names import without_units
@@ -93,7 +94,7 @@ def apply(wrapper: W, fn: Callable[[nn.Module], None]) -> W:
     A collective call: it summons this unit, and each unit below before it comes to the modules of that.
     """
     wrapper._check_idle("apply")
-    with summon(lambda: [wrapper._unit], writeback=True):
+    with summon(lambda: [wrapper._unit], writeback=True), telling(lambda: [wrapper._unit]):
         super(Wrapper, wrapper).apply(fn)
     return wrapper
 

@@ -183,10 +183,8 @@ def catch_in_a_forward(library, how):
     if me == 1:
         wait_until_said("rank 0 was told")
         return None
-    with pytest.raises(OrderError) as told:
-        [
-            step() for _ in range(2)
-        ]  # what the device waited for is missed by the next collective, if the host had gone on
+    with pytest.raises(OrderError) as told:  # if the host had gone on, the next collective raises
+        [step() for _ in range(2)]
     seconds = time.monotonic() - begin
     say("rank 0 was told")
     return str(told.value), seconds
@@ -271,6 +269,36 @@ def wait_or_compute(library, waits):
     board.stop()
     watch.join()
     return found
+
+
+def wait_ahead(library, raised):
+    """Whether a watch ends a wait: the host is in step 3, and rank 1, with ``raised`` this one too, has raised in 1."""
+    device = simulated.use(library, late="computing")
+    group = simulated.new_group()
+    board = _C.HealthBoard(dist.group.WORLD.group_name, "here", 0.0, True)
+    found, trace = [], _C.CollectiveTrace(*(lambda *args: None,) * 3)
+    for event in range(3):
+        trace.note(event, True)
+        trace.begin()
+    watched = (trace, group.group_name, "sim", "there", [0, 1], 0.1)
+    watch = threading.Thread(target=lambda: found.append(board.watch(*watched)))
+    watch.start()
+    if dist.get_rank() == 0:
+        store = dist.PrefixStore("there", dist.distributed_c10d._world.pg_map[group][1])
+        if raised:
+            store.set("raised by 0", "1")
+        store.set("trouble", _C.write_report(1, 1, 0, "batch 17 is bad"))
+        time.sleep(0.5)
+        board.around_wait(group.group_name, "sim", lambda: device.compute_for(5.0))
+        watch.join(4.0)
+    board.stop()
+    watch.join()
+    return found
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_where_the_host_is_ahead_of_a_waiting_device_it_is_told_unless_it_has_raised_too(raised):
+    assert run_ranks(wait_ahead, 2, str(simulated.build()), raised) == [[not raised], [False]]
 
 
 def test_a_device_that_computes_before_a_wait_for_a_collective_does_not_wait_yet():
