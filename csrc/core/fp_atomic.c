@@ -1,9 +1,9 @@
 /* core/fp_atomic.c -- the least shards that cut no block.
  *
- * With shards of a given length, putting each parameter at the first place it may have is best: whatever can follow a
- * parameter that ends later can follow one that ends earlier, behind more padding. So a length is tried by one walk over
- * the parameters. A walk that fails also tells the least length with which any of its decisions would have been another
- * one; with all lengths below it would fail in the same way, so they are not tried. */
+ * With shards of a given length, the first possible place of each parameter is the best one: parameters that can follow a
+ * parameter that ends later can also follow one that ends earlier, behind more padding. So a length is tried by one walk
+ * over the parameters. A walk that fails also finds the least longer length with which one of its decisions would differ.
+ * With all lengths in between the walk would fail in the same way, so they are not tried. */
 #include "core/fp_atomic.h"
 
 /* The first multiple of unit (>= 1) that is not less than value (>= 0). */
@@ -38,8 +38,8 @@ at_most(int64_t *least, int64_t value)
     *least = value < *least ? value : *least;
 }
 
-/* Place all parameters. Returns whether they fit. starts may be NULL; *next is lowered to the least longer length that a
- * decision depends on. */
+/* Place all parameters in shards of this length, and write their starts, if starts is not NULL. Returns whether they fit.
+ * *next is lowered to the least longer length with which a decision would differ. */
 static int
 walk(const fp_atomic *atomic, int64_t shard, int64_t *starts, int64_t *next)
 {
@@ -49,12 +49,12 @@ walk(const fp_atomic *atomic, int64_t shard, int64_t *starts, int64_t *next)
         const int64_t numel = atomic->numels[i], step = atomic->steps[i];
         at = round_up(at, atomic->alignment);
         const int64_t room = shard - at % shard;
-        if (room == shard && at > 0 && numel > 0) { /* longer shards would leave room before it */
+        if (room == shard && at > 0 && numel > 0) { /* it begins a shard; with longer ones the shard before has room */
             at_most(next, shard + (step == 0 ? numel : step));
         }
         if (numel > room) {
             at_most(next, shard + numel - room);
-            if (step == 0) { /* into the next shard */
+            if (step == 0) { /* it is never cut: it begins the next shard */
                 at += room;
                 if (numel > shard) {
                     return 0;
@@ -65,12 +65,12 @@ walk(const fp_atomic *atomic, int64_t shard, int64_t *starts, int64_t *next)
                 at += room - head;
                 at_most(next, shard + step - room % step);
                 if (numel - head > shard && shard % step == 0) {
-                    at_most(next, shard + 1); /* all its cuts follow from the length */
+                    at_most(next, shard + 1); /* it fits; another length changes all its cuts */
                 }
-                else if (numel - head > shard) { /* it would be cut again, in a wrong place */
+                else if (numel - head > shard) { /* its next cut would not be at a multiple of step */
                     at_most(next, numel - head);
                     at_most(next, round_up(shard, step));
-                    at += head + shard % step; /* a whole shard for the head */
+                    at += head + shard % step; /* its head is the end of the next shard, all multiples of step in it */
                     head = shard - shard % step;
                     if (numel - head > shard) {
                         at_most(next, numel - head);
@@ -94,15 +94,16 @@ walk(const fp_atomic *atomic, int64_t shard, int64_t *starts, int64_t *next)
 static int64_t
 cut_once(int64_t numel, int64_t step)
 {
-    const int64_t steps = 1 + (numel - 1) / 2 / step; /* so many need no more than half of it each */
+    const int64_t steps = 1 + (numel - 1) / 2 / step; /* steps * step: the first cut past the middle */
     return numel - (steps - 1) * step < steps * step ? numel - (steps - 1) * step : steps * step;
 }
 
-/* The least length of at least shard that parameters which must be cut twice allow. */
+/* The least length, of at least shard, with which each parameter that must be cut twice has its cuts at multiples of its step:
+ * then the length is such a multiple. */
 static int64_t
 allowed(const fp_atomic *atomic, int64_t shard, int64_t most)
 {
-    int64_t unit = atomic->alignment, fewer = most; /* with fewer, one of them needs to be cut only once */
+    int64_t unit = atomic->alignment, fewer = most; /* fewer: the least length that spares one of them a cut */
     for (size_t i = 0; i < atomic->n; i++) {
         const int64_t step = atomic->steps[i], once = step == 0 ? 0 : cut_once(atomic->numels[i], step);
         if (once > shard) {
@@ -142,7 +143,7 @@ fp_atomic_shard_numel(const fp_atomic *atomic, int64_t *shard_numel)
         }
         shard = round_up(next, atomic->alignment);
     }
-    shard = shard < total ? shard : total; /* one shard for all of them */
+    shard = shard < total ? shard : total; /* total: one shard has all parameters */
     if (shard > atomic->most_padded / (atomic->world_size + 2)) {
         return FP_EOVERFLOW;
     }

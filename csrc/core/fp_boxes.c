@@ -1,7 +1,7 @@
 /* core/fp_boxes.c -- a range as the staircase: a box for each level at which the range enters or leaves a row. */
 #include "core/fp_boxes.h"
 
-/* rows[d] becomes the elements that one coordinate of dimension d has, *numel the product of the sizes. */
+/* rows[d] becomes the product of the sizes after dimension d, *numel the product of all sizes. */
 static fp_status
 count_rows(const int64_t *shape, size_t ndim, int64_t *rows, int64_t *numel)
 {
@@ -36,7 +36,7 @@ fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end,
     }
     *count = 0;
     for (int64_t at = begin; at < end; offsets += ndim, sizes += ndim, (*count)++) {
-        size_t level = 0; /* the outermost dimension of which a whole row begins here, and ends in the range */
+        size_t level = 0; /* the outermost dimension a row of which begins at `at` and ends in the range */
         while (level < ndim && (at % rows[level] != 0 || rows[level] > end - at)) {
             level++;
         }

@@ -5,16 +5,16 @@
 
 enum {
     LANES = FP_DIGEST_LINE / sizeof(uint64_t),
-    AHEAD = 16, /* lines that are asked of memory before they are needed, as nothing foresees such long steps */
+    AHEAD = 16, /* lines that are prefetched: the processor does not foresee such long steps */
 };
 
-static const uint64_t MIX = 0x9e3779b97f4a7c15u; /* odd: no step loses anything */
+static const uint64_t MIX = 0x9e3779b97f4a7c15u; /* odd: a multiplication by it loses no bit */
 
 static uint64_t
 mixed(uint64_t lane, uint64_t word)
 {
     lane = (lane ^ word) * MIX;
-    return lane ^ (lane >> 32); /* a product carries no bit down */
+    return lane ^ (lane >> 32); /* low bits of a product do not depend on high ones: mix high bits into them */
 }
 
 static void

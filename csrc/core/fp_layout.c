@@ -81,7 +81,7 @@ add_param(fp_layout *made, size_t i, int64_t numel)
     add_item(made, numel, 0);
 }
 
-/* One after the other, as torch does. In a copy, which the compiler keeps in registers. */
+/* Lay out the parameters one after the other, as torch does. It works on a copy of the layout, which stays in registers. */
 static void
 follow_each_other(fp_layout *layout, const int64_t *numels)
 {
@@ -100,12 +100,12 @@ follow_each_other(fp_layout *layout, const int64_t *numels)
     *layout = made;
 }
 
-/* In shards that cut no block. */
+/* Lay out the parameters in shards that cut no block. */
 static fp_status
 cut_no_block(fp_layout *made, const int64_t *numels, const int64_t *blocks)
 {
     const size_t n = made->num_params;
-    int64_t *steps = made->item_numels; /* not in use yet */
+    int64_t *steps = made->item_numels; /* this memory is not in use yet */
     for (size_t i = 0; i < n; i++) {
         steps[i] = fp_atomic_step(numels[i], blocks[i], made->alignment);
     }

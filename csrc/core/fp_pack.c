@@ -5,7 +5,7 @@
 
 #include "core/fp_cast.h"
 
-/* The segment's end, which a valid list has made sure fits. */
+/* The end of a segment of a valid list: it does not overflow. */
 static int64_t
 end_of(const fp_segment *segment)
 {
@@ -30,7 +30,7 @@ first_after(const fp_segment *segments, size_t n, int64_t position)
     return low;
 }
 
-/* What fp_pack and fp_pack_raw check: fills *first and *last, the segments that meet [begin, end), which are valid. */
+/* The checks of fp_pack and fp_pack_raw. Finds the segments [*first, *last) that meet [begin, end), and checks them. */
 static fp_status
 find_segments(const fp_segment *segments, size_t n, const void *flat, int64_t begin, int64_t end, size_t *first,
               size_t *last)
@@ -77,7 +77,7 @@ fill_items(char *to, size_t n, const void *item, size_t item_bytes)
     }
 }
 
-/* How a walk moves the elements of one piece. Bytes when kernel is NULL. */
+/* The way in which a walk moves the elements of one segment: by kernel, or as bytes if kernel is NULL. */
 typedef struct {
     fp_cast_kernel kernel;
     double scale;
@@ -130,7 +130,7 @@ walk_pack(const mover *how, const fp_segment *segments, size_t first, size_t las
     }
 }
 
-/* The kernel for a cast with opts; NULL where copying bytes does. The dtypes are valid. */
+/* The kernel for a cast with opts; NULL if a copy of bytes is enough. The dtypes are valid. */
 static fp_cast_kernel
 kernel_for(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
 {

@@ -8,11 +8,11 @@
 
 #include "core/fp_cast.h"
 
-static _Atomic int level_in_use = -1; /* -1: nobody has asked yet */
+static _Atomic int level_in_use = -1; /* -1: fp_simd_get_level() was not called yet */
 
 static const char *const names[FP_SIMD_COUNT] = {"baseline", "avx2", "avx512", "neon"};
 
-/* The kernels of each level; NULL: it is not for this kind of processor. */
+/* The kernels of each level; NULL: the level is for another kind of processor. */
 static const fp_cast_table *const kernels[FP_SIMD_COUNT] = {
     [FP_SIMD_BASELINE] = &fp_cast_baseline,
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ is_level(fp_simd_level level)
 }
 
 #if defined(__x86_64__)
-/* Not __builtin_cpu_supports("f16c"), which Clang 14 refuses. The operating system is asked about with AVX2. */
+/* Not __builtin_cpu_supports("f16c"), which Clang 14 refuses. Support by the operating system is checked with AVX2. */
 static int
 has_f16c(void)
 {

@@ -10,11 +10,11 @@
 
 typedef struct {
     uint64_t past; /* 0: a free place */
-    uint64_t next; /* see stored() */
+    uint64_t next; /* the event after it, as stored() packs it */
 } expectation;
 
 enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
-enum { RING = FP_TRACE_RECENT + 1 }; /* one of its events may just be written while another thread reads */
+enum { RING = FP_TRACE_RECENT + 1 }; /* one more: a thread may write that one while another thread reads */
 
 /* The state of one trace. Traces that are joined share it, so it has a count of its owners and outlives the trace. */
 typedef struct {
@@ -54,7 +54,7 @@ struct fp_trace {
     mark *mark;                    /* shared, see above */
     _Atomic(joined *) others;      /* traces that break with this one */
     expectation *table;            /* open addressing */
-    size_t room, used;             /* places in table (a power of 2), and how many are taken */
+    size_t room, used;             /* places in table (a power of 2), and the number of those in use */
 };
 
 static uint64_t
@@ -80,7 +80,7 @@ past_of(uint64_t hash, uint64_t kind)
     return past == 0 ? 1 : past;
 }
 
-/* Where past is, or the free place for it. */
+/* The place of past in the table, or the free place for it. */
 static expectation *
 place_of(const fp_trace *trace, uint64_t past)
 {
@@ -99,7 +99,7 @@ expect(fp_trace *trace, uint64_t past, uint64_t next)
     *place = (expectation){.past = past, .next = next};
 }
 
-/* Room for three more. */
+/* Make room for three more expectations. When the table is at its limit all are dropped. */
 static fp_status
 make_room(fp_trace *trace)
 {
@@ -175,7 +175,7 @@ fp_trace_new(void)
     return trace;
 }
 
-/* If the event that was noted last did not begin: another one stands in its place. */
+/* If the event that was noted last did not begin, count it as missed, and write FP_TRACE_MISSED in its place. */
 static void
 take_missed(fp_trace *trace)
 {
@@ -230,7 +230,7 @@ fp_trace_note(fp_trace *trace, uint64_t event, int new_pass, fp_trace_verdict *v
         if (expected == 0) {
             expected = place_of(trace, shorter)->next;
         }
-        if (expected == 0 && trace->passes >= 2) { /* in the first pass all is new */
+        if (expected == 0 && trace->passes >= 2) { /* in the first pass every event is new */
             expected = place_of(trace, shortest)->next;
         }
         expect(trace, longest, next);

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* What a check is about, for its message. */
+/* The subject of a check, for its message. */
 typedef struct {
     const fp_unit *unit; /* NULL: the root */
     const char *where;

@@ -221,7 +221,8 @@ int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* 1: nested: there are gradients of this backward with which no reduction has begun, as more graph tasks come to the views. */
 int fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / secondary.n], summed over
- * secondary.group. None: there is none. If it lies in host memory, the host waits for its copy and the result is that memory. */
+ * secondary.group. None: there is none. If it lies in host memory, the host waits for its copy there, and the result is the
+ * memory. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
 /* Check that accumulated can be the accumulated gradient: plain, of its shape, dtype and device. -1: ValueError or TypeError
  * that begins with name. */
