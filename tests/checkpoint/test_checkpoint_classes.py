@@ -1,8 +1,8 @@
 """A state of one class of optimizer is not taken for another's: both are named, and nothing is changed.
 
 Promises:
-- a state of one class of optimizer is not taken for another's: both are named and nothing changes; `convert=` takes
-  what it says
+- a state of another class of optimizer is refused: the error names both classes and nothing changes; `convert=` takes
+  the states that it lists
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Nothing of an optimizer, a module or a gradient is lost or taken for another's; what cannot be kept is refused."""
+"""A checkpoint keeps all of an optimizer, a module and a gradient, or refuses the values that it cannot keep."""
 
 import resource
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models on a simulated accelerator, whose streams are late: what is saved, and where loaded states lie."""
+"""Checkpoints of models on a simulated accelerator with late streams: saved values, and the place of loaded states."""
 
 import collections
 

@@ -1,8 +1,8 @@
 """Files as safetensors itself writes and reads them: newer dtypes, tied names, empty tensors. It is the oracle.
 
 Promises:
-- newer dtypes, packed ones too, tied names and empty tensors are written and read as safetensors does; what boxes
-  tell of themselves may be anything
+- newer dtypes, packed ones too, tied names and empty tensors are written and read as safetensors does; boxes may have
+  any metadata
 """
 
 import json

@@ -1,9 +1,9 @@
 """What `model.load_state_dict(model.state_dict())` keeps, a checkpoint keeps; the rest is refused by name.
 
 Promises:
-- what modules write into state dicts by overrides and hooks, names that hooks change, buffers of a new size: as
-  `load_state_dict(state_dict())` keeps them, on any ranks; else refused by name
-- weights that a load makes anew, and scales that a weight's class keeps and nobody loads, as those of quantized layers:
+- values that modules write into state dicts by overrides and hooks, names that hooks change, buffers of a new size:
+  kept on any ranks as `load_state_dict(state_dict())` keeps them, or refused with their name
+- weights that a load replaces, and scales that a weight's class has and no state dict, as in quantized layers:
   `test_quantized_layers_whose_scales_nobody_loads_and_whose_weights_are_replaced`
 """
 

@@ -1,4 +1,4 @@
-"""A checkpoint of what trains: an adapter's bytes, its optimizer, and which base it needs.
+"""Checkpoints of trainable parameters alone: an adapter's bytes, its optimizer, and the base that it needs.
 
 Promises:
 - `trainable_only=True` saves an adapter's bytes and its optimizer; another base is refused by name

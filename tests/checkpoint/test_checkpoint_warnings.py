@@ -1,4 +1,4 @@
-"""What would go wrong without a word: it is told, or does not go wrong."""
+"""Saves and loads that would go wrong in silence warn, or do not go wrong."""
 
 import datetime
 import subprocess

@@ -1,4 +1,4 @@
-"""Whole small runs of the demo: what they print and write, against a training loop written without the demo."""
+"""Whole small runs of the demo: their output and files, against a training loop written without the demo."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""``python -m flatparam inspect`` says what wrapping will do: against arithmetic, and against really wrapped models."""
+"""``python -m flatparam inspect`` predicts the effect of wrapping: against arithmetic, and against wrapped models."""
 
 import json
 import os

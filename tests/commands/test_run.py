@@ -1,4 +1,4 @@
-"""``python -m flatparam run`` is ``python``: each script here is run both ways, and what both did is compared.
+"""``python -m flatparam run`` runs a script as ``python`` does: each script runs both ways, and results are compared.
 
 The scripts have no name of flatparam's in them but where they tell whether it is installed.
 """

@@ -1,4 +1,4 @@
-"""An element range of an N-D parameter as boxes: they tile it in order, and no cut of it into runs has fewer boxes.
+"""An element range of an N-D parameter as boxes: they tile it in order, and no cut into runs has fewer boxes.
 
 Oracle: listing the elements; for the number of boxes the fewest over all cuts of the listed elements into runs.
 """

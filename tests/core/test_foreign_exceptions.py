@@ -1,4 +1,4 @@
-"""Python code fails in the middle of C: its exception comes out, nothing runs with it set, nothing is half done."""
+"""Python code fails in the middle of C: its exception is raised, no code runs with it set, nothing is half done."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The translation of PTX to C, which test_kernels_compiled.py trusts. Oracle: what the PTX ISA says."""
+"""The translation of PTX to C, on which test_kernels_compiled.py relies. Oracle: the PTX ISA."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""A user's function in the place of one of torch.distributed's is called, also if it stood there before the import."""
+"""A user's replacement of a torch.distributed function is called, also if it was there before the import."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a copy of a wrapped model has and has not, what it costs, when it is refused, and what it must be loaded with.
+"""Copies of a wrapped model: their content and cost, when they are refused, and which ranks may load them.
 
 One process, which is rank 0 of two that do not exist: nothing is computed here that needs the other.
 """

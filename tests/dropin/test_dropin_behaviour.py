@@ -1,4 +1,4 @@
-"""What users do with a wrapped model beyond training it is, bit for bit, what it is under torch's handle."""
+"""Uses of a wrapped model beyond training have, bit for bit, the results that they have with torch's handle."""
 
 import copy
 import warnings

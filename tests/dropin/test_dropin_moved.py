@@ -1,4 +1,4 @@
-"""The drop-in trains as the unsharded module where the user moves the model, or writes it, between two steps.
+"""The drop-in trains as the unsharded module if the user moves the model, or writes to it, between two steps.
 
 Oracle: the unsharded module, to which the same is done. A plan is a word: s is a pass, n a pass in no_sync(), z is
 zero_grad(), u an update, e an evaluation; c is model.cpu(), where nothing moves, k moves all to other memory, f is

@@ -1,4 +1,4 @@
-"""Model states, optimizer states and summoned parameters are, bit for bit, what they are with torch's handle."""
+"""Model states, optimizer states and summoned parameters equal those of torch's handle, bit for bit."""
 
 import dropin_optim_states
 import dropin_state_dicts

@@ -1,4 +1,4 @@
-"""Training on our handle equals, bit for bit, training of the module that nobody sharded.
+"""Training on our handle equals, bit for bit, training of the unsharded module.
 
 Oracle: the plain module, which computes the gradient of both ranks' batches by itself and adds the two halves. The sum
 of two numbers has no order, so with two ranks nothing may differ. This holds also where torch's own handle is wrong.

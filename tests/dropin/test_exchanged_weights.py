@@ -3,9 +3,8 @@
 diffusers' EMAModel: ``store()``, ``copy_to()``, an evaluation, ``restore()``; trl's ``sync_ref_model``.
 
 Promises:
-- weights that are exchanged by `.data` around an evaluation (averages, reference models) are those that are trained,
-  evaluated and saved, of the runtime; of the drop-in those that are saved, and it tells where others are trained or
-  evaluated
+- if weights are exchanged by `.data` around an evaluation (averages, reference models), the runtime trains, evaluates
+  and saves the exchanged weights; the drop-in saves them, and warns if others are trained or evaluated
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""While flatparam is installed, what torch up to 2.5 pickled and what scripts for torch up to 2.1 import still works.
+"""While flatparam is installed, pickles of torch up to 2.5 and imports for torch up to 2.1 still work.
 
 The pickles are written here byte by byte as those versions wrote them: ``FlatParamShardMetadata`` had four fields
 before torch 2.6, and its module was ``flat_param`` before torch 2.2.

@@ -1,4 +1,4 @@
-"""The switches that FSDP reads from the environment do what they do with torch's handle, in processes of their own."""
+"""The environment switches of FSDP have the effect that they have with torch's handle, each in a separate process."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A forward takes the views of the one before again where nobody could tell: the oracle is views that are new."""
+"""A forward uses the views of the last forward again if no user can notice: the oracle is new views."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Autograd through the unsharded views is as with torch's handle: gradients, errors, hooks, versions, what is freed.
+"""Autograd through the unsharded views is as with torch's handle: gradients, errors, hooks, versions, freed memory.
 
 Oracle: torch's FlatParamHandle, driven by hand in the same way on the same values.
 """

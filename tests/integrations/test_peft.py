@@ -1,4 +1,4 @@
-"""PEFT's LoRA on flatparam's runtime: trained by transformers' Trainer beside torch's class, and what it reduces."""
+"""PEFT's LoRA on flatparam's runtime: trained by transformers' Trainer beside torch's class; its reductions."""
 
 import contextlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""LayerZero's handle: what one rank alone is given wrong is told to all; its shard's metadata; no late conversion."""
+"""LayerZero's handle: wrong arguments on one rank raise on all; its shard's metadata; no late conversion."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Where LayerZero's handle puts parameters: layouts, groups, the names of its reference, and what it refuses.
+"""Where LayerZero's handle puts parameters: layouts, groups, the reference's names, refused arguments.
 
 Promises:
 - layout, both shards, metadata; states; the words and signatures of the reference; bad input on all ranks alike:

@@ -1,4 +1,4 @@
-"""What LayerZero's handle holds in which phase: states, buffers, gathered values, and what a user does meanwhile.
+"""The content of LayerZero's handle in each phase: states, buffers, gathered values, and users' actions meanwhile.
 
 Promises:
 - which storage has memory when; writes that ranks have not agreed on, in inference mode, of one unit; SYNC_PARAMS; P of

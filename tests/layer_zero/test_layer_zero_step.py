@@ -3,9 +3,9 @@
 Promises:
 - which group, how often, how many bytes, which dtype: over all ranks once a step, whatever the micro-batches and
   evaluations: `test_what_a_step_moves_and_keeps` (`collectives`)
-- layout; copies hold the cast masters of all ranks; what has memory after each phase, as planned:
+- layout; secondary shards have the cast masters of all ranks; the tensors with memory after each phase, as planned:
   `test_what_a_step_moves_and_keeps` (`layout`, `buffers`)
-- `sync_params` gathers what changed, only between passes: `test_units_between_passes` (`explicit_sync`)
+- `sync_params` gathers changed masters, only between passes: `test_units_between_passes` (`explicit_sync`)
 - of offloaded gradients two are on the device, nested three, one of them ahead of time: `test_units_between_passes`
   (`offloaded_memory`)
 """

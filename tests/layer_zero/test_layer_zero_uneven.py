@@ -1,9 +1,9 @@
-"""LAYER_ZERO where ranks differ: in which parameters they use, and in what goes wrong on one of them.
+"""LAYER_ZERO where ranks differ: in the parameters that they use, and in an error on one of them.
 
 Promises:
 - a rank that uses no parameter, or no output, of a unit, or skips one with its inner group, adds zeros, and
   micro-batches before: `test_who_has_no_gradient_adds_zeros`
-- what is gathered ahead is the same on all ranks, also where one used no output of a unit, or skipped one before:
+- all ranks gather the same units ahead, also if a rank used no output of a unit, or skipped one before:
   `test_what_is_gathered_ahead_where_ranks_differ`
 - a gradient cleared where its pieces are is cleared everywhere; pairs are counted anew with a process group:
   `test_what_one_rank_alone_clears`

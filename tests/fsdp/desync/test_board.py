@@ -1,4 +1,4 @@
-"""_C.Board, whose other ranks are here what this test writes to the store."""
+"""_C.HealthBoard: this test writes the values of the other ranks to the store."""
 
 import fcntl
 import os

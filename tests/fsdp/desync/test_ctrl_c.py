@@ -1,8 +1,8 @@
-"""Ctrl-C soon ends every wait for other ranks, and what it ended can go on: runtime, LayerZero, drop-in.
+"""Ctrl-C soon ends every wait for other ranks, and the call can be repeated: runtime, LayerZero, drop-in.
 
 Promises:
-- Ctrl-C ends a wait for other ranks within a second, of the runtime, LayerZero and the drop-in, and what it ended can
-  go on
+- Ctrl-C ends a wait for other ranks within a second, in the runtime, LayerZero and the drop-in, and the interrupted
+  call can be repeated
 """
 
 import datetime

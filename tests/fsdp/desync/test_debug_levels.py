@@ -1,4 +1,4 @@
-"""TORCH_DISTRIBUTED_DEBUG does with our handle what it does with torch's: traces, warnings, the check of the order."""
+"""TORCH_DISTRIBUTED_DEBUG has the effect that it has with torch's handle: traces, warnings, the check of the order."""
 
 import functools
 

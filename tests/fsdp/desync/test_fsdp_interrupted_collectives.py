@@ -1,11 +1,11 @@
-"""An exception between a rank's coming to a collective and its beginning: the others may have begun it, or not.
+"""An exception before a rank begins the collective to which it has come: other ranks may have begun it, or not.
 
 Where all ranks were kept from it they go on, and train as a model that nobody has interrupted. Where one has begun it
 all ranks are told so before collectives of different units meet.
 
 Promises:
-- an exception between a rank's coming to a collective and its beginning: all go on, or all are told that another one
-  has begun it
+- an exception after a rank has come to a collective and before it has begun it: all ranks go on, or all are told that a
+  rank has begun it
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Waiting for ranks that do not come: what the others are told, that a group may go meanwhile.
+"""Waiting for ranks that do not come: the errors of the other ranks, and groups that end meanwhile.
 
 Promises:
 - a rank that raises, dies or is stopped, or finds that ranks differ and ends at once: the others are told why, soon
@@ -7,8 +7,8 @@ Promises:
 - the same before its first unit, in ranks that have imported us and made a group, and with
   `TORCH_DISTRIBUTED_DEBUG=DETAIL`; one that has finished is said to have:
   `test_the_others_are_told_why_a_rank_does_not_come` (`before its first unit`, `has finished`), `test_board.py`
-- an exception in a forward that one rank catches is told to those who wait for it, with its text; what all catch to
-  nobody: `test_what_one_rank_catches_is_told_to_those_who_wait_for_it`,
+- an exception in a forward that one rank catches is reported, with its text, to the ranks that wait for it; one that
+  all ranks catch is not reported: `test_what_one_rank_catches_is_told_to_those_who_wait_for_it`,
   `test_what_all_ranks_catch_is_told_to_nobody`; where the device waits `test_fsdp_order_device.py`
 - a rank whose shard's storage was freed or resized raises by name, and the others are told so:
   `test_the_others_are_told_why_a_rank_does_not_come` (`frees its shard`, `shortens its shard`)

@@ -1,4 +1,4 @@
-"""What an abort takes from a device: it is not saved, and a process that nobody tells of it does not end with status 0.
+"""Values that an abort takes from a device are not saved, and a process that ignores it does not end with status 0.
 
 The simulated device's collectives stand for NCCL's (simulated.py).
 """

@@ -9,8 +9,8 @@ Promises:
   `test_ctrl_c.py::test_a_forward_called_again_after_ctrl_c_on_one_rank_is_told`
 - ranks that train other parameters, or not all units, are told which and where:
   `test_ranks_that_train_other_parameters_are_told_which`
-- what one rank does alone without a collective is legal: `test_one_rank_may_do_alone_what_needs_no_other`
-- what all ranks do alike is legal and asks nobody; a changed order warns when debugging:
+- one rank may do alone whatever needs no collective: `test_one_rank_may_do_alone_what_needs_no_other`
+- calls that all ranks make alike are legal and ask no rank; a changed order warns when debugging:
   `test_what_all_ranks_do_alike_is_legal`, `test_a_changed_order_warns_when_debugging`,
   `test_gathering_ahead_warns_of_no_changed_order`
 """

@@ -1,4 +1,4 @@
-"""Ranks of one order where the device waits, as with NCCL: those who differ, are lost or do not come are named.
+"""The order of collectives where a device waits, as with NCCL: ranks that differ, are lost or do not come are named.
 
 The simulated device's collectives stand for NCCL's (simulated.py).
 

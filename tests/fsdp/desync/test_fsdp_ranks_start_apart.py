@@ -1,7 +1,8 @@
 """Whose values a model has: ranks that start apart, load apart or add parameters later are told, not mixed.
 
 Promises:
-- ranks that start from other weights or load others, what is added after wrapping, what cannot be flattened are named
+- errors name ranks that start from other weights or load others, parameters that are added after wrapping, and tensors
+  that cannot be flattened
 - ranks that start from other weights, also where meta modules get values, give no mixture: full state dicts, summon
   and checkpoints raise: `test_ranks_that_start_apart`,
   `test_ranks_whose_random_states_differ_where_meta_modules_get_values`

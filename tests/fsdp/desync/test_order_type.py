@@ -1,4 +1,4 @@
-"""_C.CollectiveTrace and _C.ModelTrace by themselves: when they ask, what they refuse, that nothing leaks."""
+"""_C.CollectiveTrace and _C.ModelTrace: when they ask, which calls they refuse, and that they leak nothing."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Tools that do not know the class: each is refused by name before it changes anything, or made right.
+"""Tools that do not know the class: an error names each before it changes anything, or it is corrected.
 
 Promises:
 - DDP, `fully_shard`, torch's class and functions, distributed checkpoints of shards are refused by name and change

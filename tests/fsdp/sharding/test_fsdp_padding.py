@@ -1,10 +1,10 @@
-"""Padding is zero in shards and in their gradients, so what reads flat parameters sees the parameters alone.
+"""Padding is zero in shards and gradients, so readers of flat parameters see the parameters' values alone.
 
 The oracle is the unsharded module: its elements, none of which is 0, and its norms.
 
 Promises:
-- padding is zero, as its gradient is, also after loading: what reads flat parameters sees the elements and norms of
-  the unsharded module
+- padding and its gradient are zero, also after loading: readers of flat parameters see the elements and norms of the
+  unsharded module
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Tensor parallelism inside of units with what else the runtime has: checkpoints, deferred values, other strategies."""
+"""Tensor parallelism inside of units with other features: checkpoints, deferred values, other strategies."""
 
 import pytest
 import torch

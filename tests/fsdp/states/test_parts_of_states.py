@@ -1,4 +1,4 @@
-"""A state dict with a part of the names: torch's helpers put the module's own parameters where it has no value.
+"""A state dict that lacks names: torch's helpers put the module's own parameters in the place of missing values.
 
 The oracle: the unsharded module, which keeps what the state dict has not.
 

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and its helpers for state dicts. The oracles: an unsharded module, torch's FSDP1.
 
 Promises:
-- torch's helpers give what they give for its class, with every option; distributed checkpoints load into an unsharded
-  module
+- torch's helpers return the same as for torch's class, with every option; distributed checkpoints load into an
+  unsharded module
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What users do between micro-batches in no_sync: it is right, or refused with a word on what to do instead.
+"""Users' actions between micro-batches in no_sync: they count correctly, or an error says what to do instead.
 
 Promises:
 - between them: parameters that are frozen, unfrozen or written to, gradients that are scaled:
@@ -7,8 +7,8 @@ Promises:
 - where torch 2.13 goes wrong, and the drop-in with it: a unit of one element, a backward in `no_sync` between synced
   ones: `test_a_unit_of_one_element_is_accumulated_as_unsharded`
 - blocks of `no_sync` in each other: `test_an_inner_block_does_not_end_an_outer_one`
-- between them: what is not reduced is not clipped or shown as if it were; gradients that users clear or assign, of
-  any strides; penalties over parameters
+- between them: a gradient that is not reduced is not clipped or shown as a reduced one; gradients that users clear or
+  assign, of any strides; penalties over parameters
 """
 
 import contextlib

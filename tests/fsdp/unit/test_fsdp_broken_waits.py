@@ -1,7 +1,7 @@
 """A wait for a gather that is broken off, or a gather that fails, and is caught: nothing is computed with garbage.
 
 Promises:
-- a wait for a gather that a signal ends is made again by the next call; what has failed is not computed with
+- the next call repeats a wait for a gather that a signal has ended; a failed gather's values are not used
 """
 
 import contextlib

@@ -3,7 +3,8 @@
 The oracle is the unsharded module's own state dict.
 
 Promises:
-- the same in state dicts of all kinds, files, meta modules, plans and tables; what cannot be bytes is named
+- the same in state dicts of all kinds, files, meta modules, plans and tables; an error names tensors that cannot be
+  sent as bytes
 """
 
 import copy

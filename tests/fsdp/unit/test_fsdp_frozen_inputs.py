@@ -1,7 +1,7 @@
-"""What is frozen is freed when a backward has the gradients of the inputs: when that is, and what waits for it.
+"""Frozen data is freed when a backward has the gradients of the inputs: the moment, and the reasons to wait.
 
 Promises:
-- what is frozen is freed after the last input that a backward comes to; the graph before it goes with the output
+- frozen data is freed after the last input to which a backward comes; the graph before it is freed with the output
 """
 
 import gc

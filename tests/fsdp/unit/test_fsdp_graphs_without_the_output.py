@@ -1,4 +1,4 @@
-"""Graphs that reach a unit by another way than the tensor it returned. The oracle: the unsharded model, on all data."""
+"""Graphs that reach a unit by another way than its returned tensor. The oracle: the unsharded model, on all data."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What hooks and calls of users do to a backward and to objects of _C: right, or an error that names it; no crash.
+"""Users' hooks in a backward, and their calls of _C objects: correct, or an error that names the unit; no crash.
 
 Promises:
 - hooks that call a unit's node, or give it gradients without memory, get an error; a dying gradient is not found in

@@ -4,8 +4,9 @@ Oracle: the same steps of a model that nobody has interrupted.
 
 Promises:
 - a signal while `no_sync`, `summon_full_params` or `state_dict_type` is left, in contextlib too, leaves none of them
-  open; `reset_state()` ends what has lost its end: `test_blocks_end_wherever_a_signal_comes_while_they_are_left`,
-  `test_what_nobody_ends_can_be_left`; of the drop-in `test_reset_state.py`
+  open; `reset_state()` ends blocks whose end has not run:
+  `test_blocks_end_wherever_a_signal_comes_while_they_are_left`, `test_what_nobody_ends_can_be_left`; of the drop-in
+  `test_reset_state.py`
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A forward in ``no_grad`` beside the bare module: its bits, and what requires grad, by which torch picks kernels."""
+"""A forward in ``no_grad`` beside the bare module: equal bits, and requires_grad, by which torch picks kernels."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Gradients that are no numbers, on one rank: the norm says so on all of them, as that of an unsharded module does."""
+"""Gradients with NaN or infinity on one rank: the norm shows them on all ranks, as with an unsharded module."""
 
 import math
 

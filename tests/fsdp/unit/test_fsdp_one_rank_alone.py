@@ -5,11 +5,11 @@ of its own train, pieces of which it has nothing and tensors of others get new v
 oracle is the unsharded module, bit for bit.
 
 Promises:
-- what one rank alone does or sees (other optimizers, threads, models of its own, versions of its pieces) decides
-  nothing that ranks do together: `test_what_one_rank_does_decides_nothing_that_ranks_do_together`; of the drop-in
+- events that one rank alone causes or sees (other optimizers, threads, other models, versions of its pieces) decide no
+  collective: `test_what_one_rank_does_decides_nothing_that_ranks_do_together`; of the drop-in
   `test_dropin_one_rank_alone.py`
-- what a forward writes to a unit before its turn is used, also where a rank has nothing of it and gathers run ahead:
-  `test_what_a_forward_writes_to_a_unit_before_its_turn_is_used`
+- a forward's writes to a unit before the unit's turn are used, also if a rank has no element of it and gathers run
+  ahead: `test_what_a_forward_writes_to_a_unit_before_its_turn_is_used`
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 What a graph was made of stays gathered from a backward with create_graph=True to the next one, through forwards, too.
 
 Promises:
-- gradients over inputs that are differentiated again: forces, gradient penalties, `torch.autograd.functional`; what
-  is kept for them, and what is refused
+- gradients over inputs that are differentiated again: forces, gradient penalties, `torch.autograd.functional`; the data
+  that stays gathered for them, and refused uses
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What an exception in backward, or a write that torch does not count, leaves behind: the next step is right.
 
 Promises:
-- what an optimizer clears after an exception in backward stays cleared:
+- gradients that an optimizer clears after an exception in backward stay cleared:
   `test_what_an_optimizer_clears_after_an_exception_does_not_come_back`
 """
 

@@ -1,7 +1,7 @@
 """Reentrant checkpoints inside of units, whose other parameters come before, after or in them too; and around units.
 
 Promises:
-- what a reentrant checkpoint inside of a unit recomputes is trained, wherever else in the unit parameters are used:
+- parameters that a reentrant checkpoint inside of a unit uses are trained, wherever else in the unit they are used:
   `test_what_is_recomputed_inside_of_a_unit_is_trained`
 - a reentrant checkpoint around a unit that it would not train, as no input requires grad, is refused:
   `test_what_would_not_be_recomputed_is_refused`

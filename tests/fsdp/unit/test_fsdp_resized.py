@@ -1,4 +1,4 @@
-"""Storages that a user has freed or resized: whoever reads or writes such memory is told, by name, and nobody dies."""
+"""Storages that a user has freed or resized: a read or write raises an error that names the tensor; no crash."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpoints around units: what they keep of a forward is what the user's module has computed."""
+"""Selective activation checkpoints around units save results of the user's module, and no operation of flatparam."""
 
 from collections import Counter
 

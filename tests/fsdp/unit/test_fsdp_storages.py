@@ -1,12 +1,12 @@
-"""The memory of full parameters in the runtime: who uses it while it is freed is told, and who has it keeps it.
+"""The memory of full parameters in the runtime: a use while it is freed raises, and a borrower keeps it.
 
 Promises:
-- who uses a sharded parameter is told which, why and what to do, by 44 operations on models of 9 kinds; none of them
-  dies: `test_operations_on_sharded_parameters_name_them_and_what_to_do`
-- who takes the memory of full weights (NumPy, DLPack in each of its ways, shared memory, a file that other processes
-  map, a storage) keeps its values, and training its bits; the memory goes with them; in the drop-in too:
+- the error for an operation on a sharded parameter names the parameter, the reason and the remedy, for 44 operations on
+  models of 9 kinds; no process crashes: `test_operations_on_sharded_parameters_name_them_and_what_to_do`
+- borrowed memory of full weights (NumPy, DLPack in each of its ways, shared memory, a file that other processes map, a
+  storage) keeps its values, and training has the same bits; the memory is freed with the borrower; in the drop-in too:
   `test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing`, `test_dropin_memory.py`
-- while a storage is held the module's own tensors still name the unit:
+- while a storage is borrowed, errors of the module's own tensors still name the unit:
   `test_tensors_of_a_storage_that_somebody_holds_are_named_while_sharded`
 - shards, parameters, gradients, optimizer states and buffers whose storage was freed or resized are refused by name,
   and their memory is not touched: (`freed_or_resized`, `without_memory`), `test_fsdp_resized.py`

@@ -1,4 +1,4 @@
-"""Streams on an accelerator: which one computes, what runs beside it, and that the host waits for none of them.
+"""Streams on an accelerator: which one computes, which work runs beside it, and that the host waits for none.
 
 The device is simulated (simulated.py); the oracles are the same training on the CPU, bit for bit, and what the device
 counts.

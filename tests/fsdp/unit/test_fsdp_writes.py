@@ -8,11 +8,11 @@ Promises:
   refused by name: `test_data_that_a_forward_gives_to_a_weight`
 - an optimizer's step, a load or a write between forward and backward is an error that names unit and parameter, where
   a graph has saved the weights: `test_weights_written_between_forward_and_backward`
-- in a low precision only what was written changes: `test_data_given_in_forward_round_nothing_else`
+- in a low precision only the written elements change: `test_data_given_in_forward_round_nothing_else`
 - in-place changes in evaluation are kept, those while gradients are recorded are an error of one step:
   `test_weights_changed_in_place_in_evaluation`
-- what is assigned between steps, and in summon, is in state dicts, copies and pickles and is trained on; what cannot
-  be is named: `test_what_is_assigned_is_kept`
+- values that are assigned between steps, and in summon, are trained on and are in state dicts, copies and pickles; an
+  error names values that cannot be kept: `test_what_is_assigned_is_kept`
 - between forward and backward: autograd's error, `zero_grad()`, `.data` in place, replaced data:
   `test_weights_written_between_forward_and_backward`
 - `functional_call` and `vmap` over it are refused with nothing changed: `test_functional_call_is_refused`

@@ -2,7 +2,7 @@
 
 Promises:
 - `flatparam.traced`: one graph with its collectives, which gathers again in backward, trains as the runtime; states;
-  clipping; what is refused
+  clipping; refusals
 """
 
 import copy

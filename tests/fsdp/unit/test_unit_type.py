@@ -1,4 +1,4 @@
-"""_C.Root and _C.Unit by themselves: what they refuse, that nothing leaks, that each allocation may fail."""
+"""_C.Root and _C.Unit: which calls they refuse, that they leak nothing, and that each allocation may fail."""
 
 import dataclasses
 import functools

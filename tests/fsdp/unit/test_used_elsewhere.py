@@ -1,4 +1,4 @@
-"""A weight that is used outside of its unit's forward: where nothing is sharded it is trained, elsewhere it is named.
+"""A weight that is used outside of its unit's forward: it trains if nothing is sharded, else an error names it.
 
 nn.MultiheadAttention reads the weight of its out_proj, which a policy over nn.Linear makes a unit. The oracle is the
 mean over the ranks of an unsharded module's gradients.

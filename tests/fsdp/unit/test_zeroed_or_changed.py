@@ -1,11 +1,11 @@
-"""Between micro-batches .grad shows what no_sync has kept: clearing it is told from changing it, also if it is zeros.
+"""Between micro-batches .grad shows the accumulated gradient: clearing it differs from changing it, even to zeros.
 
 One rule for the runtime, its LayerZero strategies and the drop-in: csrc/tensor/fp_gradients.h has the table. The oracle
 is the mean over the ranks of an unsharded module's gradients.
 
 Promises:
-- between micro-batches, gradients that are zeros can be cleared, and are not taken for cleared where they are scaled;
-  a rank whose gradients are zeros does as the others; in the runtime, LayerZero and the drop-in:
+- between micro-batches, gradients that are zeros can be cleared, and count as zeros if they are scaled; a rank whose
+  gradients are zeros does the same as the others; in the runtime, LayerZero and the drop-in:
   `test_layer_zero_phases.py` (`clearing`)
 """
 

@@ -1,7 +1,7 @@
 """What tools read of torch's class beside its API. The oracle is torch's class on the same model.
 
 Promises:
-- what tools read of torch's class beside its API has the values that torch's has
+- attributes of torch's class beside its API, which tools read, have torch's values
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What goes into a wrapped module and comes out of it: containers and objects of any class, in any mode.
+"""Inputs and outputs of a wrapped module: containers and objects of any class, in any mode.
 
 Promises:
 - inputs in containers of any class; outputs that can be called; a first forward in inference mode

@@ -1,7 +1,7 @@
-"""Modules on the meta device get other objects as they are filled: ties and ignored parameters are what they were.
+"""Modules on the meta device get other objects when they are filled: ties and ignored parameters stay.
 
 Promises:
-- a model on the meta device keeps its ties, and its ignored parameters with their values, however it is filled
+- a model on the meta device keeps its ties, and its ignored parameters with their values, in each way of filling it
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""A part of a unit that is called while the unit is sharded gets the error that names it; what fits shards is as ever.
+"""A part of a unit that is called while the unit is sharded gets an error that names it; shards can still be used.
 
 With ``use_orig_params=True``, where modules have this rank's pieces of parameters; else they have freed tensors, which
 ``test_fsdp_storages.py`` is about. No processes: a fake group of two, as either rank.

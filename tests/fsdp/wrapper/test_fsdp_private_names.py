@@ -3,8 +3,8 @@
 The oracle is torch's class where it can do it, else the same training without it.
 
 Promises:
-- names inside of torch's class that trainers read, set and call do what they want of it, over the list of
-  docs/integrations.md; all others are errors that name a way out
+- private names of torch's class that trainers read, set and call work, for the list of docs/integrations.md; the error
+  for any other name says what to use instead
 """
 
 import importlib

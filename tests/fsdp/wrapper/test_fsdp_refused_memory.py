@@ -1,7 +1,7 @@
 """What a call has refused goes with its model, at once: no frame keeps an error that has the frame itself.
 
 Promises:
-- what was refused, and the copies made for it, go at once with the model
+- a refused model, and the copies made for it, are freed with the last reference to the model
 """
 
 import contextlib

@@ -6,8 +6,8 @@ Promises:
   rank: `test_clipping`, `test_fsdp_construction.py::test_grids_of_ranks`, `test_fsdp_every_strategy.py::test_corners`
 - each field of the settings alone; inputs of nested units; buffers: `test_each_precision_setting`
 - names, shapes, types of parameters and gradients at every moment: `test_what_is_seen_when`
-- full parameters with each flag; `apply`; each rank keeps its own shard of what it wrote: `test_full_parameters`,
-  `test_fsdp_every_strategy.py::test_corners`
+- full parameters with each flag; `apply`; each rank keeps its shard of the values that it wrote:
+  `test_full_parameters`, `test_fsdp_every_strategy.py::test_corners`
 - full state dicts and loading them, strict and not: `test_full_state_dicts`
 - where torch 2.13 goes wrong: full parameters of a CPU model, offloaded to the CPU: `test_full_parameters`
 """

@@ -1,4 +1,4 @@
-"""flatparam's class under torch's name: who gets it, what models of torch's class do meanwhile, and the way back.
+"""flatparam's class under torch's name: which modules get it, how torch's models go on, and the way back.
 
 Promises:
 - `install(runtime=True)`: every name of torch's class means ours, also in modules that imported it before and in

@@ -1,4 +1,4 @@
-"""Warnings about what all ranks do alike: one for a model, not one for each unit and rank, and at the user's line."""
+"""Warnings about something that all ranks do alike: one a model, not one a unit and rank, and at the user's line."""
 
 import contextlib
 import re
