@@ -1,4 +1,4 @@
-"""A state of one class of optimizer is not taken for another's: both are named, and nothing is changed.
+"""A saved state of another class of optimizer is refused: the error names both classes, and nothing is changed.
 
 Promises:
 - a state of another class of optimizer is refused: the error names both classes and nothing changes; `convert=` takes

@@ -1,4 +1,4 @@
-"""Files as safetensors itself writes and reads them: newer dtypes, tied names, empty tensors. It is the oracle.
+"""Files in the safetensors format: newer dtypes, tied names, empty tensors. The oracle is safetensors itself.
 
 Promises:
 - newer dtypes, packed ones too, tied names and empty tensors are written and read as safetensors does; boxes may have

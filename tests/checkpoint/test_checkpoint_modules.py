@@ -1,4 +1,4 @@
-"""What `model.load_state_dict(model.state_dict())` keeps, a checkpoint keeps; the rest is refused by name.
+"""A checkpoint keeps the values that `model.load_state_dict(model.state_dict())` keeps; errors name the rest.
 
 Promises:
 - values that modules write into state dicts by overrides and hooks, names that hooks change, buffers of a new size:

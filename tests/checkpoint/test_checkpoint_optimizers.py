@@ -1,4 +1,4 @@
-"""Several optimizers in one checkpoint, each of parameters of its own."""
+"""Several optimizers in one checkpoint, each with other parameters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of another shape than a piece of a parameter: kept for that piece, or with the parameter."""
+"""Optimizer states of another shape than a parameter's piece: kept for that piece, or with the parameter."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Checkpoints of modules that nothing shards, in one process: state of modules, of optimizers, summaries."""
+"""Checkpoints of modules that are not sharded, in one process: state of modules, of optimizers, summaries."""
 
 import tracemalloc
 

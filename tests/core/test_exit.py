@@ -1,4 +1,4 @@
-"""The status with which a process ends that has lost values."""
+"""The exit status of a process that has lost values."""
 
 import platform
 import subprocess

@@ -1,4 +1,4 @@
-"""Layouts in aligned shards that cut no block, against trying every place and length; and what pieces of them are.
+"""Layouts in aligned shards that cut no block, against trying every place and length; and their pieces.
 
 Promises:
 - shards that cut no row, matrix or block, as short as that allows; training on them, by Muon and 8-bit optimizers

@@ -1,4 +1,4 @@
-"""What the extension does with tensors: converting and adding in one pass, and versions."""
+"""The extension's functions of tensors: converting and adding in one pass, and versions."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The drop-in takes in parameters and gradients that are given other places in the memory that they have already.
+"""The drop-in takes over parameters and gradients that are given other places in their present memory.
 
 ``p.data = p.data.t()`` and two parameters that exchange their data leave the storage as it was, which is all that
 torch's handle compares: it loses both. Oracle: the unsharded module.

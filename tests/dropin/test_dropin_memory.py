@@ -1,4 +1,4 @@
-"""Who takes the memory of a full parameter from the drop-in, by NumPy, DLPack or shared memory, keeps its values.
+"""A borrower of a full parameter's memory in the drop-in (NumPy, DLPack, shared memory) keeps the values.
 
 torch's handle raises in the forward for NumPy, and lets DLPack's readers read freed memory. Oracle: copies taken at
 once, and the unsharded module.

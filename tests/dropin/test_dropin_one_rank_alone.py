@@ -1,4 +1,4 @@
-"""What one rank alone does, or alone can see, decides in the drop-in nothing that ranks do together.
+"""Events that one rank alone causes or sees decide no collective of the drop-in.
 
 Each rank is disturbed at random, and differently: optimizers of other models step, by a thread too, models of a group
 of its own train, tensors get new versions, garbage is collected, and evaluations are of another mode. The oracle is

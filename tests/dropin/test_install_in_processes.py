@@ -1,4 +1,4 @@
-"""install() in processes that multiprocessing starts, under isinstance, and what it leaves alone.
+"""install() in processes that multiprocessing starts, under isinstance, and the names that it leaves alone.
 
 Each case is a script in an interpreter of its own, because what was imported before is the point.
 """

@@ -1,4 +1,4 @@
-"""What a step costs this thread in each trainer: on flatparam's runtime, on torch's class, and on that with our handle.
+"""The time of a step in this thread in each trainer: on flatparam's runtime, torch's class, and that with our handle.
 
 Measured from the end of one step of the optimizer to that of the next, so all that a trainer does in between counts.
 """

@@ -7,7 +7,7 @@ Promises:
 - padding is zero and stays so: `test_padding_stays_zero`
 - synced backwards add up, cleared micro-batches leave no trace; a step with a sum that is not reduced is refused:
   `test_cleared_micro_batches_leave_no_trace`
-- whatever writes to a master is used by the next forward, gathered once: `test_a_write_is_gathered_once`
+- each write to a master is used by the next forward, which gathers once: `test_a_write_is_gathered_once`
 - offloaded gradients give the same bits, and are not on the device between micro-batches:
   `test_offloaded_gradients_give_the_same_bits`
 """

@@ -1,7 +1,7 @@
 """LayerZero's handle driven by hand on an accelerator: a simulated one (simulated.py). The oracle is the CPU.
 
 Promises:
-- on an accelerator with streams of its own, gradients copied out and in on another one, the bits are those of the CPU
+- on an accelerator with several streams, one of them for copies of gradients, the bits are those of the CPU
 """
 
 import itertools

@@ -11,7 +11,7 @@ Promises:
   `test_groups_norms_and_what_is_refused` (`objects`, `clipping`)
 - inner groups of neighbours, strided, by mesh, by placement train alike; nested refreshes from its column alone:
   `test_groups_norms_and_what_is_refused` (`grids`, `refreshes`)
-- wrong groups and settings are refused on all ranks before anything moves; ranks that skip a unit are told:
+- wrong groups and settings are refused on all ranks before anything moves; ranks that skip a unit raise:
   `test_groups_norms_and_what_is_refused` (`refused`, `orders`)
 - P = 1 is ZERO_1, P = W is FULL_SHARD and torch's, bit for bit and in collectives; W = 1 communicates nothing:
   `test_degenerate_groups_are_the_plain_strategies`, `test_one_inner_group_of_all_ranks_gives_torchs_bits`,

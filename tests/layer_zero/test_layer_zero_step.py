@@ -1,4 +1,4 @@
-"""What a step of the LAYER_ZERO strategies moves, keeps and shows: collectives, copies, accumulators.
+"""The transfers, the kept data and the gradients of a step of the LAYER_ZERO strategies: collectives, copies, sums.
 
 Promises:
 - which group, how often, how many bytes, which dtype: over all ranks once a step, whatever the micro-batches and

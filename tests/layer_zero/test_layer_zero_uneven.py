@@ -5,8 +5,8 @@ Promises:
   micro-batches before: `test_who_has_no_gradient_adds_zeros`
 - all ranks gather the same units ahead, also if a rank used no output of a unit, or skipped one before:
   `test_what_is_gathered_ahead_where_ranks_differ`
-- a gradient cleared where its pieces are is cleared everywhere; pairs are counted anew with a process group:
-  `test_what_one_rank_alone_clears`
+- a gradient that is cleared on the ranks with its pieces is cleared on all; pairs are counted anew with a process
+  group: `test_what_one_rank_alone_clears`
 - errors of one rank are raised by all, which go on then: `test_errors_of_one_rank_are_raised_by_all`
 - a pickled model knows all shards; frozen parameters keep a low precision: `test_a_pickle_knows_all_shards`,
   `test_frozen_parameters_keep_a_low_precision`

@@ -1,4 +1,4 @@
-"""The benchmarks judge as they say: ratios, exponents, targets, instruction counts; and measure whom they name."""
+"""The benchmarks judge as they say (ratios, exponents, targets, instruction counts), and measure the named package."""
 
 import json
 import subprocess

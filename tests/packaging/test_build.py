@@ -1,4 +1,4 @@
-"""What is compiled, with which flags, and when again. Most tests build a small tree of their own with our setup.py."""
+"""The files that are compiled, their flags, and when they are compiled again. Most tests build a small tree."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one line that says what to do: another torch, another system, nothing built."""
+"""Unsupported systems and releases of torch are refused in one line with the remedy, and nothing is built."""
 
 import importlib.util
 import os

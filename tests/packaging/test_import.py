@@ -1,4 +1,4 @@
-"""What `import flatparam` costs and brings, each in an interpreter of its own."""
+"""The cost of `import flatparam`, and the modules that it imports, each in a new interpreter."""
 
 import os
 import subprocess

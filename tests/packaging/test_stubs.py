@@ -1,4 +1,4 @@
-"""flatparam/_C.pyi tells of the extension what is there: the same names, the same parameters, nothing more."""
+"""flatparam/_C.pyi describes the extension: the same names, the same parameters, nothing more."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""The runner of torch's own tests finds what is lost, goes on after a crash, and never takes one handle for the other.
+"""The runner of torch's own tests finds lost tests, goes on after a crash, and never mixes up the two handles.
 
 It runs here on a made-up test file in the place of torch's, so that nothing is fetched.
 """

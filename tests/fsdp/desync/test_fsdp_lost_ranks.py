@@ -1,19 +1,18 @@
 """Waiting for ranks that do not come: the errors of the other ranks, and groups that end meanwhile.
 
 Promises:
-- a rank that raises, dies or is stopped, or finds that ranks differ and ends at once: the others are told why, soon
-  and alike: `test_the_others_are_told_why_a_rank_does_not_come`,
-  `test_all_ranks_of_a_grid_are_told_of_an_error_of_one`
+- if a rank raises, dies or is stopped, or finds that ranks differ and ends at once, the others raise the reason, soon
+  and alike: `test_the_others_are_told_why_a_rank_does_not_come`, `test_all_ranks_of_a_grid_are_told_of_an_error_of_one`
 - the same before its first unit, in ranks that have imported us and made a group, and with
   `TORCH_DISTRIBUTED_DEBUG=DETAIL`; one that has finished is said to have:
   `test_the_others_are_told_why_a_rank_does_not_come` (`before its first unit`, `has finished`), `test_board.py`
 - an exception in a forward that one rank catches is reported, with its text, to the ranks that wait for it; one that
   all ranks catch is not reported: `test_what_one_rank_catches_is_told_to_those_who_wait_for_it`,
   `test_what_all_ranks_catch_is_told_to_nobody`; where the device waits `test_fsdp_order_device.py`
-- a rank whose shard's storage was freed or resized raises by name, and the others are told so:
+- a rank whose shard's storage was freed or resized raises with the unit's name, and the others report it:
   `test_the_others_are_told_why_a_rank_does_not_come` (`frees its shard`, `shortens its shard`)
 - a rank that is busy, also with the GIL, is waited for: `test_a_rank_that_is_busy_is_waited_for`
-- a process group goes while a collective is under way: `test_a_group_goes_while_a_collective_is_under_way`
+- a process group is destroyed while a collective is under way: `test_a_group_goes_while_a_collective_is_under_way`
 """
 
 import ctypes

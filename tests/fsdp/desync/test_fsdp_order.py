@@ -1,13 +1,13 @@
 """Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang.
 
 Promises:
-- ranks that run other units, in another order or number, are told alike before collectives meet, naming rank, unit,
-  step: `test_ranks_that_differ_are_told_so_alike`, `test_all_ranks_of_a_grid_are_told`,
+- if ranks run other units, or in another order or number, all raise the same error before collectives meet, naming
+  rank, unit and step: `test_ranks_that_differ_are_told_so_alike`, `test_all_ranks_of_a_grid_are_told`,
   `test_a_rank_that_does_not_come_is_named_within_the_time_out`
-- a forward that ended on one rank alone and is called again there: every rank is told which rank is where:
+- if a forward ended on one rank alone and is called again there, the error on every rank says which rank is where:
   `test_ranks_that_differ_are_told_so_alike`,
   `test_ctrl_c.py::test_a_forward_called_again_after_ctrl_c_on_one_rank_is_told`
-- ranks that train other parameters, or not all units, are told which and where:
+- if ranks train other parameters, or not all units, the error names the parameters and the rank:
   `test_ranks_that_train_other_parameters_are_told_which`
 - one rank may do alone whatever needs no collective: `test_one_rank_may_do_alone_what_needs_no_other`
 - calls that all ranks make alike are legal and ask no rank; a changed order warns when debugging:

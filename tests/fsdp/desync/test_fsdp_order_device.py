@@ -3,7 +3,7 @@
 The simulated device's collectives stand for NCCL's (simulated.py).
 
 Promises:
-- the same where the device waits, as with NCCL, and a rank that lives and does not come
+- the same where the device waits, as with NCCL; and a rank that lives and does not come
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Whose values a model has: ranks that start apart, load apart or add parameters later are told, not mixed.
+"""Ranks that start with other values, load others or add parameters later get an error, and no mixture.
 
 Promises:
 - errors name ranks that start from other weights or load others, parameters that are added after wrapping, and tensors

@@ -1,8 +1,9 @@
 """torch's optimizers over shards, beside the unsharded module and torch's class: each way in which they are written.
 
 Promises:
-- an optimizer that was made before wrapping trains the model, or its first step names a parameter and says what to
-  do; later steps look at no parameter: (`before_wrapping`), `test_dropin_faults_of_torch.py` (`before_wrapping`)
+- an optimizer that was made before wrapping trains the model, or its first step raises an error with a parameter's name
+  and the remedy; later steps look at no parameter: (`before_wrapping`), `test_dropin_faults_of_torch.py`
+  (`before_wrapping`)
 """
 
 import gc

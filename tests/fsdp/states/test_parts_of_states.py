@@ -3,10 +3,10 @@
 The oracle: the unsharded module, which keeps what the state dict has not.
 
 Promises:
-- a state dict that lacks names, through those helpers: the module keeps what it has; names that hooks give are
+- a state dict that lacks names, through those helpers: the module keeps its values; names that hooks return are
   compared over ranks, and fill
-- hooks of a module around a unit that drop or rename rows of a sharded state dict, on all ranks or on one, which is
-  told to all: `test_hooks_around_a_unit_that_change_its_rows_on_one_rank_are_told_to_all`
+- hooks of a module around a unit that drop or rename rows of a sharded state dict, on all ranks or on one, which all
+  ranks report: `test_hooks_around_a_unit_that_change_its_rows_on_one_rank_are_told_to_all`
 - writes by `.data` of a module that loads by itself, which torch does not count: they are compared over ranks, and
   fill
 """

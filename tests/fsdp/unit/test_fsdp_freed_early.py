@@ -1,4 +1,4 @@
-"""Memory that a stream of its own still writes to is not used again, whatever became of the model.
+"""Memory that a side stream still writes to is not used again, even if the model is gone.
 
 The device is simulated (simulated.py), and all streams are late but the one that computes: what is written too late is
 seen in the tensors that have the memory by then.

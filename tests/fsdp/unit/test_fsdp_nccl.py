@@ -1,4 +1,4 @@
-"""What the runtime asks of NCCL beside collectives: the average, memory that is registered, shards that are aligned.
+"""The runtime's use of NCCL beside collectives: the average, registered memory, aligned shards.
 
 And what it does where there is no memory, or no collective for a device.
 

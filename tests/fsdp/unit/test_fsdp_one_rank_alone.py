@@ -1,4 +1,4 @@
-"""What one rank alone does, or alone can see, decides nothing that ranks do together: whether a unit is gathered again.
+"""Events that one rank alone causes or sees do not decide whether a unit is gathered again.
 
 Each rank is disturbed at random, and differently: optimizers of other models step, by a thread too, models of a group
 of its own train, pieces of which it has nothing and tensors of others get new versions, garbage is collected. The

@@ -1,4 +1,4 @@
-"""What an exception in backward, or a write that torch does not count, leaves behind: the next step is right.
+"""After an exception in backward, or a write that torch does not count, the next step is right.
 
 Promises:
 - gradients that an optimizer clears after an exception in backward stay cleared:

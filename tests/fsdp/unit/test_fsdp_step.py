@@ -1,9 +1,9 @@
-"""What happens when in a step: collectives, memory, order, shared modules, checkpoints, outputs, hooks.
+"""The order of a step: collectives, memory, shared modules, checkpoints, outputs, hooks.
 
 Promises:
 - the order of collectives, for each strategy and prefetch, the same in every step; forward prefetch delays no
   reduction: `test_the_order_of_collectives`
-- which units are full after each phase; none after backward; a deleted model's memory goes at once:
+- which units are full after each phase; none after backward; a deleted model's memory is freed at once:
   `test_who_is_full_when`
 - a unit that is called twice is reduced once; skipped units, unused outputs, frozen units, units that are frozen
   later: `test_units_used_unevenly`

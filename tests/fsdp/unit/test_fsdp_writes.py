@@ -1,11 +1,11 @@
-"""What users write to weights is kept and trained on as in the unsharded module, or refused by name.
+"""Users' writes to weights are kept and trained on as in the unsharded module, or an error names the weight.
 
 In forwards, between forward and backward, between steps, in summoned parameters, by assignment and in place. The
 oracle is the unsharded module that the same is done to.
 
 Promises:
-- data that a forward gives to a weight are trained on and kept; those that do not fit, and other Parameters, are
-  refused by name: `test_data_that_a_forward_gives_to_a_weight`
+- data that a forward assigns to a weight are trained on and kept; an error names data that do not fit, and other
+  Parameters: `test_data_that_a_forward_gives_to_a_weight`
 - an optimizer's step, a load or a write between forward and backward is an error that names unit and parameter, where
   a graph has saved the weights: `test_weights_written_between_forward_and_backward`
 - in a low precision only the written elements change: `test_data_given_in_forward_round_nothing_else`

@@ -1,4 +1,4 @@
-"""What tools read of torch's class beside its API. The oracle is torch's class on the same model.
+"""Attributes of torch's class beside its API that tools read. The oracle is torch's class on the same model.
 
 Promises:
 - attributes of torch's class beside its API, which tools read, have torch's values

@@ -4,8 +4,8 @@ With ``use_orig_params=True``, where modules have this rank's pieces of paramete
 ``test_fsdp_storages.py`` is about. No processes: a fake group of two, as either rank.
 
 Promises:
-- parts of a sharded unit that are called by themselves, and layers' functions that are given a shard, are told which;
-  optimizers and loops over shards are as of any tensor
+- parts of a sharded unit that are called alone, and layers' functions that get a shard, raise an error that names it;
+  optimizers and loops over shards work as on any tensor
 """
 
 import copy

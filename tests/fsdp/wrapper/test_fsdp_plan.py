@@ -1,9 +1,9 @@
-"""What the runtime says before training: the map of shards, the plan of memory, and that the ranks agree.
+"""The runtime's statements before training: the map of shards, the plan of memory, and that the ranks agree.
 
 Promises:
 - `print` shows the plan of memory, the map of shards and each unit's strategy, ranks and sizes: tables with their
   numbers, equal units in one line, names before the first forward: (`print`)
-- ranks that build different models are told at once; so are all, on a grid too, if one cannot build its unit:
+- ranks that build different models raise at once; if one rank cannot build its unit, all raise, on a grid too:
   `test_ranks_that_build_different_models`, `test_an_error_of_one_rank_is_told_to_all`,
   `test_an_error_of_one_rank_of_a_grid_is_told_to_all`
 """

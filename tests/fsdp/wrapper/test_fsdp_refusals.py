@@ -1,4 +1,4 @@
-"""What may not be done is refused on every rank, in the types of both of torch's versions, and names the culprit.
+"""Refused calls raise on every rank, in the types of both of torch's versions, and name the cause.
 
 Promises:
 - arguments that contradict are refused on every rank, naming the culprit; parameters that two units share:

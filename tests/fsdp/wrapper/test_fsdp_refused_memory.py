@@ -1,4 +1,4 @@
-"""What a call has refused goes with its model, at once: no frame keeps an error that has the frame itself.
+"""A refused call's memory is freed with its model, at once: no frame keeps an error that has the frame itself.
 
 Promises:
 - a refused model, and the copies made for it, are freed with the last reference to the model

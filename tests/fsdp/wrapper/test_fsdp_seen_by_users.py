@@ -1,4 +1,4 @@
-"""What users see of a model on the runtime: names, shapes, dtypes, state dicts, full parameters, errors.
+"""A model on the runtime as users see it: names, shapes, dtypes, state dicts, full parameters, errors.
 
 Promises:
 - after an exception in forward or backward the next step is right: `test_exceptions`

@@ -6,7 +6,7 @@ Promises:
 - full precision in evaluation, as the environment asks: `test_full_precision_in_evaluation`
 - the other switches of the environment leave collectives out, or have nothing to do:
   `test_collectives_that_are_left_out`, `test_switches_that_have_nothing_to_do`
-- a strategy by name, classes as a policy, a policy that chooses nothing: taken, or told with the fix
+- a strategy by name, classes as a policy, a policy that chooses nothing: accepted, or refused with the remedy
 """
 
 import copy

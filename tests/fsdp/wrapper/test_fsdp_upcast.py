@@ -1,7 +1,7 @@
 """Masters in fp32 of a model in 16 bits, as accelerate makes them. The oracle is torch's class, upcast alike.
 
 Promises:
-- a model in 16 bits whose masters are put in fp32 as accelerate does trains as on torch's class, bit for bit, in all
+- a model in 16 bits whose shards are put in fp32, as accelerate does, trains as on torch's class, bit for bit, in all
   precisions
 """
 
