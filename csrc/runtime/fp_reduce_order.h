@@ -10,14 +10,15 @@
  *   what    its flat parameters are reduced if some rank has a gradient (fp_consensus.h). A rank that has none sends zeros
  *   gather  units that this rank's backward passes over are gathered at the same places as on the other ranks
  *
- * fp_root.cursor says where backward is, fp_root.reduce_order_at whose turn is next, fp_flat_param.reduce_slot what a flat
- * parameter has. Functions that return int give 0, or -1 with an exception, unless they say more. */
+ * fp_root.cursor is the place of backward in root->order, fp_root.reduce_order_at the index of the unit with the next turn, and
+ * fp_flat_param.reduce_slot the state of a flat parameter. Called in a backward, under the lock of the root. Functions that
+ * return int give 0, or -1 with an exception, unless they say more; after -1 the recovery calls fp_reduce_order_forget(). */
 #pragma once
 
 #include "runtime/fp_types.h"
 
-int fp_reduce_order_begin(fp_root *root); /* a backward begins: learn the order, start to tell which gradients come */
-int fp_reduce_order_end(fp_root *root); /* it ends: give all units their turn, raise errors that other ranks told of */
+int fp_reduce_order_begin(fp_root *root); /* a backward begins: sort the units, start the consensus on gradients */
+int fp_reduce_order_end(fp_root *root);   /* it ends: give all units their turn, raise errors of other ranks */
 void fp_reduce_order_forget(
     fp_root *root); /* no turn is left, and no slot is taken: after an error, and before a backward */
 

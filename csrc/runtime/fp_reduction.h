@@ -1,6 +1,7 @@
 /* runtime/fp_reduction.h -- the reductions of a backward: start one for a unit, and take the result of the units before.
  * At most two units have reductions under way: root->reducing, and root->halfway with its second reduction, over replicas.
- * Functions give 0, or -1 with an exception. */
+ * They are called in a backward, under the lock of the root. Functions give 0, or -1 with an exception: then the backward ends,
+ * and fp_iteration_recover() drops all reductions. */
 #pragma once
 
 #include "runtime/fp_types.h"

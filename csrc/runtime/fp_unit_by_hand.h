@@ -3,8 +3,9 @@
  *
  * The unit has one flat parameter with original parameters, and a root that no other unit shares: no iteration runs, so
  * only the settings of the root are used. The views lie behind a node that gives their gradient to a leaf, a FlatParameter, as
- * autograd gives it to any leaf; no hook calls the unit. fp_unit.state stays SHARDED, as the driver decides what is used.
- * Before drive() the other methods raise RuntimeError. */
+ * autograd gives it to any leaf; no hook calls the unit. fp_unit.state stays SHARDED: the driver decides which data are used.
+ * The driver calls from one thread at a time. Before drive() the other methods raise RuntimeError. After an interrupted wait
+ * the driver may call fp_by_hand_wait() again. */
 #pragma once
 
 #include "runtime/fp_types.h"
