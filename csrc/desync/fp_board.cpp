@@ -1,7 +1,7 @@
 // desync/fp_board.cpp -- see fp_board.h. The keys in the store, below the prefix of the board:
 //
-//   "place of R"            of rank R: wall clock, process number, start of the process in ticks, machine; and " finished" at
-//                           the end once the rank has finished
+//   "place of R"            of rank R: a number (Calls::next), seconds since the machine's start, process number, start of the
+//                           process in ticks, machine; and " finished" at the end once the rank has finished
 //   "places"                the number of ranks that have set their place
 //   "call", "answer of R"   see fp_calls.hpp
 //
@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -76,11 +77,13 @@ began(long process)
     return state == 'Z' || state == 'X' ? 0 : ticks;
 }
 
-// Seconds since 1970. Clocks of machines differ a little.
+// Seconds since the machine's start. Clocks of machines differ, so it is compared on one machine alone.
 double
-wall_clock()
+machine_clock()
 {
-    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+    timespec now{};
+    (void)clock_gettime(CLOCK_BOOTTIME, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
 constexpr std::string_view finished = " finished"; // at the end of a place
@@ -174,8 +177,12 @@ Board::appear(double since)
 {
     const std::lock_guard held(lock_);
     since_ = since;
+    number_ = calls_.next();
     set_place("");
     store_->add("places", 1);
+    if (beat_ != 0.0) {
+        calls_.ring(); /* ranks on other machines show by their answers that they are of this world, see places() */
+    }
 }
 
 void
@@ -191,7 +198,8 @@ Board::set_place(std::string_view end)
 {
     const long process = getpid();
     std::ostringstream text;
-    text << std::fixed << wall_clock() << ' ' << process << ' ' << began(process) << ' ' << this_machine() << end;
+    text << number_ << ' ' << std::fixed << machine_clock() << ' ' << process << ' ' << began(process) << ' '
+         << this_machine() << end;
     store_->set(key("place of ", rank_), text.str());
 }
 
@@ -253,31 +261,52 @@ Board::look(double waited, bool processes)
 bool
 Board::read_posts()
 {
-    const int64_t count = number_at(*posts_, "posts");
-    while (read_ < count && posts_->check({key("post ", read_ + 1)})) {
-        const std::string post = posts_->get_to_str(key("post ", read_ + 1));
-        read_++;
+    for (const int64_t count = number_at(*posts_, "posts"); announced_ < count;) {
+        unread_.insert(++announced_);
+    }
+    std::erase_if(unread_, [this](int64_t number) {
+        const std::string post = value_at(*posts_, key("post ", number));
+        if (post.empty()) { /* its rank may have ended before it could write the text: that hides no later post */
+            return false;
+        }
         const int rank = std::stoi(post);
         if (rank != rank_) {
             say(rank, post.substr(post.find(' ') + 1));
-            posts_->add(key("readers of ", read_), 1);
+            posts_->add(key("readers of ", number), 1);
         }
-    }
-    return read_ >= count;
+        return true;
+    });
+    return unread_.empty();
 }
 
-// The places of the ranks that have appeared since this world began, without the wall clock. An earlier world may have left
-// other places in the store.
+// The places of the ranks that have appeared since this world began, without their number and clock. An earlier world may
+// have left other places in the store.
 std::map<int, std::string>
 Board::places()
 {
     std::map<int, std::string> found = values_at(*store_, "place of ", size_);
+    const std::string here = this_machine();
     for (auto &[rank, text] : found) {
-        const size_t end = text.find(' ');
-        text = end != std::string::npos && std::stod(text) >= since_ ? text.substr(end + 1) : "";
+        std::istringstream fields(text);
+        int64_t number = 0;
+        double clock = 0.0;
+        std::string process, ticks, machine;
+        fields >> number >> clock >> process >> ticks >> machine;
+        const bool is_here = !here.empty() && machine == here;
+        const bool is_new = number >= number_ || (is_here ? clock >= since_ : has_answered(rank));
+        text = is_new ? text.substr(text.find(' ', text.find(' ') + 1) + 1) : "";
     }
     std::erase_if(found, [](const auto &item) { return item.second.empty(); });
     return found;
+}
+
+// Whether a rank of another machine, which has appeared before this one, has lived since this one appeared. A rank that
+// answers no calls counts as if it had.
+bool
+Board::has_answered(int rank)
+{
+    const std::string answer = value_at(*store_, key("answer of ", rank));
+    return answer.empty() || Calls::number_of(answer) > number_ || beat_ == 0.0;
 }
 
 // Note the ranks of this machine whose process has ended. Places are read from the store only if more ranks have appeared.

@@ -34,8 +34,10 @@ void fp_board_free(fp_board *board);
 /* Publish the place of this rank (its process and machine), and start the thread that answers calls. The thread is not
  * started if beat is 0, or if the store has no second connection: over a shared one it would answer late, and the rank would
  * seem to be stopped.
- * since: seconds of the wall clock at which this world, or this process, began. Places that were published before it are
- * ignored: an earlier world has left them in the same store. Call it once. */
+ * since: seconds from the machine's start (CLOCK_BOOTTIME) to the begin of this world, or of this process. Ignored are places
+ * that an earlier world has left in the same store: on this machine those published before since; on another machine, whose
+ * clock may differ, those published before this rank's, unless their rank answers the call that this one then makes.
+ * Call it once. */
 int fp_board_appear(fp_board *board, double since);
 
 /* Put later posts, and the numbers that belong to them, below generation in the store. All ranks pass the same generation. */

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unistd.h>
@@ -64,6 +65,7 @@ class Board {
     int64_t number_at(c10d::Store &store, const std::string &key);
     void set_place(std::string_view end);
     std::map<int, std::string> places();
+    bool has_answered(int rank);
     std::string gone(int rank, const std::string &why);
     int64_t post_of(int rank, const std::string &text);
     bool read_posts();
@@ -76,12 +78,14 @@ class Board {
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
     const double beat_;
-    double since_ = 0.0;              // seconds of the wall clock: places from before it belong to an earlier world
+    double since_ = 0.0;              // seconds since the machine's start: this world began then
+    int64_t number_ = 0;              // of this rank's place: later numbers belong to this world
     std::mutex said_lock_;            // protects said_. Not held while the store is asked, so said() returns at once
     std::map<int, std::string> said_; // from ranks to reasons; the first reason of a rank stays
     std::mutex lock_;                 // protects the members below. Held while the store is asked
     c10::intrusive_ptr<c10d::Store> posts_; // the keys of this generation; store_ itself before join()
-    int64_t read_ = 0;                      // posts that this rank has read
+    int64_t announced_ = 0;                 // posts that this rank knows of
+    std::set<int64_t> unread_;              // those of them whose text it has not read
     int64_t appeared_ = 0;                  // the counter "places" when places_ was filled
     Calls calls_;
     std::optional<Call> asked_;     // the call of look() that waits for answers

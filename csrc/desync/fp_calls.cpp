@@ -1,6 +1,7 @@
 // desync/fp_calls.cpp -- see fp_calls.hpp.
 #include "desync/fp_calls.hpp"
 
+#include <sstream>
 #include <utility>
 
 namespace fp {
@@ -70,6 +71,29 @@ Calls::answer()
     }
 }
 
+int64_t
+Calls::next()
+{
+    return store_->add("calls", 1);
+}
+
+int64_t
+Calls::number_of(const std::string &text)
+{
+    std::istringstream fields(text);
+    int64_t rank, number = 0;
+    return fields >> rank >> number ? number : 0;
+}
+
+void
+Calls::ring()
+{
+    const std::string mine = new_text();
+    for (std::string now = last(); number_of(now) < number_of(mine);) {
+        now = store_->compareSet("call", now, mine);
+    }
+}
+
 Call
 Calls::call()
 {
@@ -131,8 +155,7 @@ Calls::answers()
 std::string
 Calls::new_text()
 {
-    const auto now = std::chrono::system_clock::now().time_since_epoch();
-    return std::to_string(rank_) + " " + std::to_string(++calls_) + " " + std::to_string(now.count());
+    return std::to_string(rank_) + " " + std::to_string(next());
 }
 
 } // namespace fp

@@ -26,7 +26,7 @@ std::map<int, std::string> values_at(c10d::Store &store, const std::string &name
 
 // One call of all ranks, and this rank's wait for the answers.
 struct Call {
-    std::string text;                                       // unique: the calling rank, its count of calls, the time
+    std::string text;                                       // unique: the calling rank, the number of the call
     bool is_mine;                                           // this rank has made the call
     std::map<int, std::string> before;                      // each rank's answer when the wait began
     Clock::time_point since = Clock::now(), looked = since; // the begin of the wait; the last has_waited()
@@ -44,6 +44,11 @@ class Calls {
     bool is_called(); // whether this rank has not answered the last call yet
     void answer();    // answer the last call, unless this rank has answered it
 
+    // A number above all numbers and calls of all ranks so far, and the number of a call in its text or an answer; 0: none.
+    int64_t next();
+    static int64_t number_of(const std::string &text);
+
+    void ring(); // call without a wait, unless a later call is under way: all ranks that live answer one of the two
     // Two ways not to call while another rank does: then this rank joins that call, and waits for the same answers.
     Call call();                              // call all ranks
     Call call_after(const std::string &last); // call if `last` is still the last call; else join the later one
@@ -57,7 +62,6 @@ class Calls {
   private:
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
-    int calls_ = 0;                    // calls of this rank
     std::string answered_;             // the last call that this rank has answered
     Clock::time_point answered_since_; // the time of that answer
 

@@ -127,13 +127,16 @@ _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, HealthBoard | None]" = we
 _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 
 
+def _clock() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # seconds since the machine's start, for this machine alone
+
+
 def _process_began() -> float:
-    """Return the time in seconds of the wall clock at which this process began; where the system does not say: now."""
+    """Return the time in seconds of ``_clock()`` at which this process began; where the system does not say: now."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(0.0, age)
-    return time.time()
+        return min(_clock(), ticks / os.sysconf("SC_CLK_TCK"))
+    return _clock()
 
 
 # When this process, or after a destroyed world the next one, began: signs of life from before belong to another world.
@@ -410,7 +413,7 @@ class _Children:
     def begin(self) -> None:
         global _rank_process, _since
         if not dist.is_initialized():  # else a rank has forked this process, and it is no rank
-            _rank_process, _since = os.getpid(), time.time()
+            _rank_process, _since = os.getpid(), _clock()
             _watching.clear()
             _ended.clear()
             self.join_in()
@@ -479,7 +482,7 @@ def _watch_worlds(before: Callable[[Any], None]) -> Callable[[Any], None]:
         global _since
         if pg is None:
             _finish()
-            _since = time.time()
+            _since = _clock()
         before(pg)
         if pg is not None and watching_worlds.is_in_force:
             _appear()

@@ -30,9 +30,14 @@ def told_in(world):
     return _C.HealthBoard(world.group_name, "here", 2.0, True), dist.PrefixStore("here", store)
 
 
+def clock():
+    """Seconds since this machine's start."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def place(store, rank, text, when=None):
-    """Say where the process of ``rank`` is, as that one would have, at the time ``when``."""
-    store.set(f"place of {rank}", f"{time.time() if when is None else when} {text}")
+    """Say where the process of ``rank`` is, as that one would have, when its machine's clock shows ``when``."""
+    store.set(f"place of {rank}", f"{store.add('calls', 1)} {clock() if when is None else when} {text}")
     store.add("places", 1)
 
 
@@ -56,11 +61,23 @@ def test_posts_of_others_are_read_once_and_those_who_read_are_counted(told):
     assert board.post("mine") == 1
     number = write_post(store, 2, "batch 17 is bad: ä, and\nmore")
     write_post(store, 2, "again")
-    store.add("posts", 1)  # of one whose text is not there yet
-    assert not board.look(0.0, False)
+    assert board.look(0.0, False)
     assert board.said() == {2: "batch 17 is bad: ä, and\nmore"}
     assert board.number(f"readers of {number}") == 1
     assert board.number("readers of 1") == 0
+
+
+def test_a_rank_that_ends_before_it_has_written_the_text_of_its_post_hides_no_later_post(told):
+    board, store = told
+    started = store.add("posts", 1)
+    number = write_post(store, 2, "batch 17 is bad")
+    assert not board.look(0.0, False)
+    assert board.said() == {2: "batch 17 is bad"}
+    assert board.number(f"readers of {number}") == 1
+    store.set(f"post {started}", "1 batch 16 is bad")  # it was only slow
+    assert board.look(0.0, False)
+    assert board.said() == {1: "batch 16 is bad", 2: "batch 17 is bad"}
+    assert board.number(f"readers of {number}") == board.number(f"readers of {started}") == 1
 
 
 @pytest.fixture
@@ -100,7 +117,7 @@ def test_a_process_with_the_number_of_one_that_has_ended_is_another(told):
 
 def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
     board, store = told
-    now = time.time()
+    now = clock()
     place(store, 1, f"{ended} 17 {of_this_process().split()[2]}", now - 1.0)
     place(store, 2, "4711 17 another-machine finished", now - 1.0)
     store.set("answer of 1", "none yet")
@@ -113,15 +130,35 @@ def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
 
 
 def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before():
-    before = time.time()
+    before = clock()
     program = (
-        "import time; now = time.time(); time.sleep(0.2)\n"
+        "import time; now = time.clock_gettime(time.CLOCK_BOOTTIME); time.sleep(0.2)\n"
         "from flatparam.fsdp.desync import liveness; print(now, liveness._since)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     began, since = map(float, found.stdout.split())
     assert before - 0.1 < since <= began
+
+
+@pytest.mark.parametrize("when", [1.0, 1e9])
+def test_the_clock_of_another_machine_decides_nothing(told, when):
+    """Its clock is far behind, or far ahead."""
+    board, store = told
+    place(store, 1, "4711 17 another-machine", when)
+    store.set("answer of 1", "2 0")  # to a call of the world before
+    board.appear(clock())
+    place(store, 2, "4711 17 another-machine", when)
+    assert list(board.entered()) == [0, 2]  # rank 1 may belong to the world before
+    store.set("answer of 1", store.get("call"))
+    assert list(board.entered()) == [0, 1, 2]
+
+
+def test_a_call_does_not_hide_a_later_one(told):
+    board, store = told
+    store.set("call", "1 9")
+    board.appear(clock())
+    assert store.get("call") == b"1 9"
 
 
 def of_this_process():
