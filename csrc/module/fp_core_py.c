@@ -122,8 +122,7 @@ static PyObject *
 write_report(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t rank, step, event;
-    if (fp_check_nargs("write_report", nargs, 4) < 0 || fp_as_int64(args[0], &rank) < 0 ||
-        fp_as_int64(args[1], &step) < 0 || fp_as_int64(args[2], &event) < 0) {
+    if (fp_read_args("write_report", args, nargs, "iiiO", &rank, &step, &event) < 0) {
         return NULL;
     }
     if (rank < 0 || step < 0 || event < 0) {

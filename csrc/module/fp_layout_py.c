@@ -125,9 +125,7 @@ layout_dealloc(PyObject *self)
 static int
 as_range(layout_object *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int64_t *begin, int64_t *end)
 {
-    if (fp_read_args(name, args, nargs, "ii", begin, end) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_read_args(name, args, nargs, "ii", begin, end));
     if (*begin < 0 || *begin > *end) {
         return fp_fail(module_of(Py_TYPE(self)), FP_EINVAL, "expected 0 <= begin <= end, got begin %lld, end %lld",
                        (long long)*begin, (long long)*end);

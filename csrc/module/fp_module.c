@@ -52,9 +52,7 @@ fp_exec(PyObject *module)
     state->ShardError = PyErr_NewExceptionWithDoc(
         "flatparam.ShardError", "A size, world size, rank or element range is out of range or does not fit 64 bits.",
         PyExc_ValueError, NULL);
-    if (PyModule_AddObjectRef(module, "ShardError", state->ShardError) < 0) { /* also when it is NULL */
-        return -1;
-    }
+    FP_TRY(PyModule_AddObjectRef(module, "ShardError", state->ShardError)); /* also when it is NULL */
     PyObject *bases = PyTuple_Pack(3, PyExc_RuntimeError, PyExc_AssertionError, PyExc_ValueError);
     state->StateError = bases == NULL ? NULL
                                       : PyErr_NewExceptionWithDoc("flatparam.fsdp.errors.StateError",
@@ -62,12 +60,8 @@ fp_exec(PyObject *module)
                                                                   "made; of all the types that torch's versions raise.",
                                                                   bases, NULL);
     Py_XDECREF(bases);
-    if (PyModule_AddObjectRef(module, "StateError", state->StateError) < 0) { /* also when it is NULL */
-        return -1;
-    }
-    if (fp_attributes_exec() < 0) {
-        return -1;
-    }
+    FP_TRY(PyModule_AddObjectRef(module, "StateError", state->StateError)); /* also when it is NULL */
+    FP_TRY(fp_attributes_exec());
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, fp_types[i], NULL);
         if (type == NULL) {
@@ -80,14 +74,10 @@ fp_exec(PyObject *module)
         }
     }
     for (size_t i = 0; i < sizeof fp_constants / sizeof fp_constants[0]; i++) {
-        if (PyModule_AddIntConstant(module, fp_constants[i].name, fp_constants[i].value) < 0) {
-            return -1;
-        }
+        FP_TRY(PyModule_AddIntConstant(module, fp_constants[i].name, fp_constants[i].value));
     }
     for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
-        if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
-            return -1;
-        }
+        FP_TRY(PyModule_AddFunctions(module, fp_method_tables[i]));
     }
     return 0;
 }

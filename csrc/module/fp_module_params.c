@@ -220,9 +220,7 @@ register_all(fp_module_params *table, PyObject *const *values, PyObject *const *
     const Py_ssize_t n_values = table->n + (shared_values == NULL ? 0 : table->attributes.n_shared);
     for (Py_ssize_t i = 0; i < n_values; i++) {
         PyObject *value = i < table->n ? values[i] : shared_values[i - table->n];
-        if (fp_attributes_check(value, place.is_parameter) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_attributes_check(value, place.is_parameter));
     }
     return fp_attributes_put(&table->attributes, values, shared_values, place);
 }

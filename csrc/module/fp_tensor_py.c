@@ -248,7 +248,10 @@ unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 static PyObject *
 note_accumulator(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return fp_check_nargs("note_accumulator", nargs, 2) < 0 ? NULL : fp_graph_note_accumulator(args[0], args[1]);
+    if (fp_check_nargs("note_accumulator", nargs, 2) < 0) {
+        return NULL;
+    }
+    return fp_graph_note_accumulator(args[0], args[1]);
 }
 
 static PyObject *

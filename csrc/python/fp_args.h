@@ -55,6 +55,15 @@ fp_free_object(PyObject *object)
     Py_DECREF(type);
 }
 
+/* Return -1 from this function if call gives less than 0: it has set an exception. One call, one check: a call with an effect
+ * is no part of a longer condition. */
+#define FP_TRY(call)                                                                                                   \
+    do {                                                                                                               \
+        if ((call) < 0) {                                                                                              \
+            return -1;                                                                                                 \
+        }                                                                                                              \
+    } while (0)
+
 /* The result of a method from a status: NULL for status < 0, which has an exception set; else a new reference to None, or
  * to status != 0 as a bool. */
 static inline PyObject *

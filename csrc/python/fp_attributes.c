@@ -247,9 +247,7 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
     if (had && PyObject_DelAttr(module, name) < 0) {
         return -1;
     }
-    if ((would_register ? PyObject_GenericSetAttr : PyObject_SetAttr)(module, name, value) < 0) {
-        return -1;
-    }
+    FP_TRY((would_register ? PyObject_GenericSetAttr : PyObject_SetAttr)(module, name, value));
     if (place.is_parameter || !place.listed) {
         return 0;
     }

@@ -10,9 +10,7 @@ read_view(PyObject *entry, fp_view *view)
     int64_t *shape = NULL, *stride = NULL;
     Py_ssize_t ndim = 0, stride_ndim = 0;
     const int has_stride = PyTuple_GET_ITEM(entry, 3) != Py_None;
-    if (fp_as_int64_array(PyTuple_GET_ITEM(entry, 2), &shape, &ndim) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_as_int64_array(PyTuple_GET_ITEM(entry, 2), &shape, &ndim));
     view->shape = shape;
     view->ndim = ndim;
     if (has_stride && fp_as_int64_array(PyTuple_GET_ITEM(entry, 3), &stride, &stride_ndim) < 0) {
@@ -47,11 +45,9 @@ read_parameters(PyObject *parameters, fp_attributes *attributes, fp_view *views)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parameters); i++) {
         PyObject *entry = PyTuple_GET_ITEM(parameters, i);
-        if (check_entry(entry, 5, "(module, name, shape, stride or None, offset)") < 0 ||
-            fp_attributes_set(attributes, i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) < 0 ||
-            read_view(entry, &views[i]) < 0) {
-            return -1;
-        }
+        FP_TRY(check_entry(entry, 5, "(module, name, shape, stride or None, offset)"));
+        FP_TRY(fp_attributes_set(attributes, i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)));
+        FP_TRY(read_view(entry, &views[i]));
     }
     return 0;
 }
@@ -63,11 +59,9 @@ read_shared(PyObject *shared, fp_attributes *attributes)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shared); i++) {
         PyObject *entry = PyTuple_GET_ITEM(shared, i);
         int64_t index;
-        if (check_entry(entry, 3, "(module, name, index of the parameter)") < 0 ||
-            fp_attributes_set(attributes, n + i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) < 0 ||
-            fp_as_int64(PyTuple_GET_ITEM(entry, 2), &index) < 0) {
-            return -1;
-        }
+        FP_TRY(check_entry(entry, 3, "(module, name, index of the parameter)"));
+        FP_TRY(fp_attributes_set(attributes, n + i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)));
+        FP_TRY(fp_as_int64(PyTuple_GET_ITEM(entry, 2), &index));
         if (index < 0 || index >= n) {
             PyErr_Format(PyExc_ValueError, "%U shares parameter %lld, expected 0 to %zd", PyTuple_GET_ITEM(entry, 1),
                          (long long)index, n - 1);
@@ -78,19 +72,29 @@ read_shared(PyObject *shared, fp_attributes *attributes)
     return 0;
 }
 
+static int
+read_all(PyObject *parameters, PyObject *shared, fp_attributes *attributes, fp_view *views)
+{
+    FP_TRY(fp_attributes_init(attributes, PyTuple_GET_SIZE(parameters), PyTuple_GET_SIZE(shared)));
+    FP_TRY(read_parameters(parameters, attributes, views));
+    return read_shared(shared, attributes);
+}
+
 int
 fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attributes *attributes,
                 fp_geometry **geometry)
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(parameters);
-    int status = -1;
     fp_view *views = fp_new_array(n, sizeof *views);
-    if (views != NULL && fp_attributes_init(attributes, n, PyTuple_GET_SIZE(shared)) == 0 &&
-        read_parameters(parameters, attributes, views) == 0 && read_shared(shared, attributes) == 0) {
+    if (views == NULL) {
+        return -1;
+    }
+    int status = read_all(parameters, shared, attributes, views);
+    if (status == 0) {
         *geometry = fp_torch_geometry_new(views, n, numel);
         status = *geometry == NULL ? -1 : 0;
     }
-    for (Py_ssize_t i = 0; views != NULL && i < n; i++) {
+    for (Py_ssize_t i = 0; i < n; i++) {
         fp_free((void *)views[i].shape);
         fp_free((void *)views[i].stride);
     }

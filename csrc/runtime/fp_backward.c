@@ -24,9 +24,7 @@ static int
 begin_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_iteration_check_thread(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_iteration_check_thread(unit));
     if (fp_root_in_backward(root) && fp_graph_is_running(root->ref)) {
         return 0;
     }
@@ -89,9 +87,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
 {
     fp_root *root = unit->root;
     const int task = fp_graph_task();
-    if (begin_backward(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(begin_backward(unit));
     fp_unit_check(unit, "pre_backward");
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_buffer_run_after(unit->flat_params[k].flat, began);
@@ -103,22 +99,12 @@ before_backward_of(fp_unit *unit, uint64_t began)
     if (passed != 0) {
         return passed < 0 ? -1 : 0;
     }
-    if (fp_iteration_move(unit, FP_PASS_BEGIN_BACKWARD) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_iteration_move(unit, FP_PASS_BEGIN_BACKWARD));
     unit->task = task;
-    if (check_accumulated(unit) < 0) {
-        return -1;
-    }
-    if (fp_unshard_check_unchanged(unit) < 0) {
-        return -1;
-    }
-    if (fp_unshard_make_full(unit) < 0) {
-        return -1;
-    }
-    if (fp_reduce_order_start_reload(root) < 0) {
-        return -1;
-    }
+    FP_TRY(check_accumulated(unit));
+    FP_TRY(fp_unshard_check_unchanged(unit));
+    FP_TRY(fp_unshard_make_full(unit));
+    FP_TRY(fp_reduce_order_start_reload(root));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const int hidden = unit->flat_params[k].shows == FP_SHOWS_PARAMS;
         if (hidden && fp_flat_param_show_views(&unit->flat_params[k]) < 0) { /* a checkpoint may recompute a part */
@@ -158,15 +144,14 @@ end_section(backward_section ours, int status)
 static int
 check_may_begin_section(const fp_unit *unit)
 {
-    return fp_iteration_check_joined(unit) < 0 ? -1 : fp_iteration_check_thread(unit);
+    FP_TRY(fp_iteration_check_joined(unit));
+    return fp_iteration_check_thread(unit);
 }
 
 int
 fp_backward_come_to(void *object, uint64_t began)
 {
-    if (check_may_begin_section(object) < 0) {
-        return -1;
-    }
+    FP_TRY(check_may_begin_section(object));
     const backward_section ours = begin_section(object, "pre_backward");
     const int status = before_backward_of(ours.unit, began);
     fp_unit_check(ours.unit, "the end of pre_backward");
@@ -192,12 +177,8 @@ waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
 static int
 pack(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients, fp_reduce_slot_event event)
 {
-    if (fp_reduction_finish(unit, flat_param) < 0) { /* a reduction of another graph in this backward */
-        return -1;
-    }
-    if (fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_reduction_finish(unit, flat_param)); /* a reduction of another graph in this backward */
+    FP_TRY(fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard));
     return fp_reduce_order_move(unit, flat_param, event);
 }
 
@@ -219,14 +200,10 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
         is_last = is_last || fp_flat_buffer_is_packed(unit->flat_params[k].flat);
     }
     if (!waits && !is_last) {
-        if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS));
         return fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
     }
-    if (pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PASS) < 0) {
-        return -1;
-    }
+    FP_TRY(pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PASS));
     return waits ? 0 : fp_reduction_start_packed(unit);
 }
 
@@ -238,12 +215,8 @@ static int
 gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     fp_root *root = unit->root;
-    if (begin_backward(unit) < 0) { /* no output had a hook: the loss comes from inside */
-        return -1;
-    }
-    if (check_accumulated(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(begin_backward(unit)); /* no output had a hook where the loss comes from inside */
+    FP_TRY(check_accumulated(unit));
     fp_unit_check(unit, "post_backward");
     /* A reentrant checkpoint runs a part of the unit as another graph task: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
@@ -262,26 +235,20 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         return -1;
     }
     if (!reduces || more) {
-        if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard));
         if (more && flat_param->reduce_slot != FP_REDUCE_SLOT_PACKED) {
             return 0;
         }
         return fp_reduce_order_move(unit, flat_param, more ? FP_REDUCE_SLOT_EXPECT : FP_REDUCE_SLOT_PACK);
     }
     if (fp_reduce_order_has(unit, flat_param)) {
-        if (pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PACK) < 0) {
-            return -1;
-        }
+        FP_TRY(pack(unit, flat_param, gradients, FP_REDUCE_SLOT_PACK));
         return fp_reduce_order_flush(root, root->cursor);
     }
     if (!fp_unit_has_secondary_shard(unit)) {
         return reduce_now(unit, flat_param, gradients);
     }
-    if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS));
     return fp_reduction_start(unit, flat_param, gradients,
                               fp_root_synchronizes(root) ? FP_REDUCE_ALL : FP_REDUCE_INNER);
 }
@@ -289,9 +256,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
 static int
 gradients_ready(void *object, int index, fp_gradients *gradients)
 {
-    if (check_may_begin_section(object) < 0) {
-        return -1;
-    }
+    FP_TRY(check_may_begin_section(object));
     const backward_section ours = begin_section(object, "post_backward");
     const int status = gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients);
     fp_unit_check(ours.unit, "the end of post_backward");
@@ -308,9 +273,7 @@ before_accumulation(void *object, int index)
     if (unit->root == NULL || flat_param->shown == FP_SHOWN_REDUCED) {
         return unit->root == NULL ? 0 : fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name));
     }
-    if (check_may_begin_section(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(check_may_begin_section(unit));
     const backward_section ours = begin_section(unit, "before_accumulation");
     int status = begin_backward(unit);
     if (status == 0) {
@@ -330,7 +293,8 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     if (unit->root == NULL) {
         return 0;
     }
-    const int hooks = check_may_begin_section(unit) < 0 ? -1 : fp_graph_has_hooks(flat_param->owners.params[i]);
+    FP_TRY(check_may_begin_section(unit));
+    const int hooks = fp_graph_has_hooks(flat_param->owners.params[i]);
     if (hooks > 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameter `%U` has hooks, and is used outside of the forward of its unit, so they would be "
@@ -352,6 +316,20 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     return end_section(ours, status < 0 ? -1 : 1);
 }
 
+/* Free the frozen flat parameters, and show their parameters. */
+static int
+release_frozen(fp_unit *unit)
+{
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (fp_flat_param_is_untracked(flat_param)) {
+            FP_TRY(fp_unshard_release_part(unit, flat_param));
+            FP_TRY(fp_flat_param_show_params(flat_param));
+        }
+    }
+    return 0;
+}
+
 /* The gradients of a forward's inputs are there, so this forward does not need its frozen parameters any more. They are freed
  * with the last such forward. when: unit->backwards at that forward. How often a backward comes to a retained or recorded
  * graph is unknown; then the end of the backward frees them. */
@@ -366,14 +344,7 @@ inputs_done(void *object, int64_t when)
         return 0;
     }
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-    int status = 0;
-    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
-        fp_flat_param *flat_param = &unit->flat_params[k];
-        if (fp_flat_param_is_untracked(flat_param)) {
-            status =
-                fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
-        }
-    }
+    const int status = release_frozen(unit);
     fp_iteration_leave(entered);
     return status;
 }
@@ -414,23 +385,17 @@ reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
         if (!fp_flat_buffer_has_unreduced(flat_param->flat)) {
             return 0;
         }
-        if (fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_INNER) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_INNER));
         return fp_reduction_finish(unit, flat_param);
     }
     if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
         return 0;
     }
-    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)));
     if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
         return 0;
     }
-    if (fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_ALL) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_ALL));
     return fp_reduction_finish(unit, flat_param);
 }
 
@@ -441,27 +406,16 @@ finish_step_of(fp_unit *unit)
 {
     fp_root *root = unit->root;
     fp_unit_check(unit, "the end of backward");
-    if (fp_iteration_end_backward(unit) < 0 || fp_reduction_start_packed(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_iteration_end_backward(unit));
+    FP_TRY(fp_reduction_start_packed(unit));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (fp_reduction_finish(unit, flat_param) < 0) {
-            return -1;
-        }
-        if (reduce_accumulated(unit, flat_param) < 0) {
-            return -1;
-        }
-        if (fp_flat_buffer_wait_copies(flat_param->flat) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_reduction_finish(unit, flat_param));
+        FP_TRY(reduce_accumulated(unit, flat_param));
+        FP_TRY(fp_flat_buffer_wait_copies(flat_param->flat));
         if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat)) {
-            if (watch(unit, k, takes_from_outside(flat_param)) < 0) {
-                return -1;
-            }
-            if (fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
-                return -1;
-            }
+            FP_TRY(watch(unit, k, takes_from_outside(flat_param)));
+            FP_TRY(fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)));
         }
     }
     const int in_forward = fp_unit_is_in_forward(unit); /* that forward has called this backward, and goes on */
@@ -469,9 +423,7 @@ finish_step_of(fp_unit *unit)
     unit->recorded = unit->for_graph ? root->optimizer_steps : unit->recorded;
     const int in_no_sync = !fp_root_synchronizes(root) && !unit->reshard_after_forward;
     if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
-        if (fp_unshard_keep(unit, in_no_sync ? fp_optimizer_steps : -1) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_unshard_keep(unit, in_no_sync ? fp_optimizer_steps : -1));
     }
     else if (unit->state != FP_UNIT_SHARDED && !in_forward && fp_unshard_release(unit) < 0) {
         return -1;
@@ -505,6 +457,15 @@ finish_step(fp_root *root, fp_unit *unit)
     return status;
 }
 
+/* Give all units the turns that are left, and end the backward for each of them. */
+static int
+finish_steps(fp_root *root)
+{
+    FP_TRY(fp_reduce_order_end(root));
+    FP_TRY(fp_reduction_start_halves(root));
+    return fp_root_each(root, finish_step);
+}
+
 static int
 hide_old(fp_root *root, fp_unit *unit)
 {
@@ -517,8 +478,7 @@ finish(void *root_pointer, uint64_t ignored)
 {
     fp_root *root = root_pointer;
     fp_iteration_enter(root);
-    const int begun = fp_reduce_order_end(root) < 0 || fp_reduction_start_halves(root) < 0 ? -1 : 0;
-    int status = begun < 0 ? -1 : fp_root_each(root, finish_step);
+    int status = finish_steps(root);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !fp_root_synchronizes(root));
     }

@@ -81,9 +81,7 @@ static int
 start(fp_exchange *exchange, unsigned kind)
 {
     fp_unit *first = exchange->units[0];
-    if (fp_unshard_make_views(first, 0) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_make_views(first, 0));
     PyObject *like = fp_flat_buffer_unsharded(first->flat_params[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
@@ -162,9 +160,7 @@ static int
 agree_with(fp_exchange *exchange, const question *asked)
 {
     PyObject *error = NULL;
-    if (make_flags(exchange, exchange->n) < 0) {
-        return -1;
-    }
+    FP_TRY(make_flags(exchange, exchange->n));
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         const int told = error == NULL ? asked->ask(exchange->units[i]) : 1;
         if (told < 0) {
@@ -173,7 +169,10 @@ agree_with(fp_exchange *exchange, const question *asked)
         }
         exchange->flags[i] = told != 0;
     }
-    const int status = start(exchange, asked->kind) < 0 || read_sum(exchange) < 0 ? -1 : 0;
+    int status = start(exchange, asked->kind);
+    if (status == 0) {
+        status = read_sum(exchange);
+    }
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
         asked->hear(exchange->units[i], exchange->flags[i] != 0);
     }
@@ -206,7 +205,8 @@ agree(const fp_root *root, const question *asked)
 int
 fp_consensus_before_forward(fp_root *root)
 {
-    return agree(root, &old) < 0 ? -1 : agree(root, &learned);
+    FP_TRY(agree(root, &old));
+    return agree(root, &learned);
 }
 
 /* ---- in a backward ---- */
@@ -241,9 +241,7 @@ tell(const fp_root *root, fp_exchange *exchange)
             n += PER_PART + n_owners(&exchange->units[i]->flat_params[k]);
         }
     }
-    if (make_flags(exchange, n) < 0) {
-        return -1;
-    }
+    FP_TRY(make_flags(exchange, n));
     int32_t *flag = exchange->flags;
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         fp_unit *unit = exchange->units[i];
@@ -294,9 +292,7 @@ hear(fp_exchange *exchange)
     if (exchange->sum == NULL) {
         return 0;
     }
-    if (read_sum(exchange) < 0) {
-        return -1;
-    }
+    FP_TRY(read_sum(exchange));
     const int32_t *flag = exchange->flags;
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         for (Py_ssize_t k = 0; k < exchange->units[i]->n_flat_params; k++) {

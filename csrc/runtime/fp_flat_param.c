@@ -291,9 +291,7 @@ fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param)
         PyErr_SetString(PyExc_IndexError, "there is no such parameter");
         return -1;
     }
-    if (fp_attributes_check(param, 1) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_attributes_check(param, 1));
     PyObject *params = PyTuple_New(flat_param->attributes.n);
     for (Py_ssize_t k = 0; params != NULL && k < flat_param->attributes.n; k++) {
         PyTuple_SET_ITEM(params, k, Py_NewRef(k == i ? param : PyTuple_GET_ITEM(flat_param->params, k)));
@@ -311,9 +309,7 @@ static int
 clear_grads(fp_flat_param *flat_param)
 {
     for (Py_ssize_t i = 0; i < flat_param->owners.n; i++) {
-        if (fp_gradients_set(flat_param->owners.params[i], NULL) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_gradients_set(flat_param->owners.params[i], NULL));
     }
     return 0;
 }
@@ -369,9 +365,7 @@ fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
 static Py_ssize_t
 read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
-    if (fp_flat_param_check_grads(flat_param, name) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_param_check_grads(flat_param, name));
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (accumulated == NULL) {
         return -1;
@@ -397,9 +391,7 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros, P
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    if (move_shown(flat_param, FP_SHOWN_READ, name) < 0) {
-        return -1;
-    }
+    FP_TRY(move_shown(flat_param, FP_SHOWN_READ, name));
     const Py_ssize_t left = read_edits(flat_param, name, drops_zeros);
     if (left < -1 && refused == NULL) {
         refuse_gradient(flat_param, -2 - left, name, written_in_place);
@@ -465,9 +457,7 @@ receivers_of(const fp_flat_param *flat_param)
 int
 fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name)
 {
-    if (fp_flat_param_check_grads(flat_param, name) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_param_check_grads(flat_param, name));
     char *receives = receivers_of(flat_param);
     if (receives == NULL) {
         return -1;
@@ -531,9 +521,7 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int 
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    if (read_accumulated(flat_param, name, drops_zeros, NULL) < 0) {
-        return -1;
-    }
+    FP_TRY(read_accumulated(flat_param, name, drops_zeros, NULL));
     return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_accumulated(flat_param, name) : 0;
 }
 
@@ -563,18 +551,14 @@ defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
         }
         return status;
     }
-    if (fp_flat_buffer_wait_copies(flat_param->flat) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_buffer_wait_copies(flat_param->flat));
     return fp_gradients_mark_zeros(accumulated);
 }
 
 int
 fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
 {
-    if (fp_flat_param_check_grads(flat_param, name) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_param_check_grads(flat_param, name));
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (accumulated == NULL) {
         return -1;

@@ -90,9 +90,7 @@ check_tensors(const fp_flat_param *flat_param)
         return -1;
     }
     for (Py_ssize_t i = 0; flat_param->params != NULL && i < flat_param->attributes.n; i++) {
-        if (fp_attributes_check(PyTuple_GET_ITEM(flat_param->params, i), 1) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_attributes_check(PyTuple_GET_ITEM(flat_param->params, i), 1));
         if (!fp_torch_is_plain(PyTuple_GET_ITEM(flat_param->params, i))) {
             PyErr_Format(PyExc_TypeError, "parameter %zd is not a plain dense tensor", i);
             return -1;
@@ -144,15 +142,9 @@ static int
 read_groups(flat_param_spec *spec)
 {
     fp_flat_buffer_plan *plan = &spec->options.plan;
-    if (read_group(spec->shard_group, &plan->primary.group) < 0) {
-        return -1;
-    }
-    if (read_group(spec->replicate_group, &plan->replicate_group) < 0) {
-        return -1;
-    }
-    if (read_group(spec->param_group, &plan->secondary.group) < 0) {
-        return -1;
-    }
+    FP_TRY(read_group(spec->shard_group, &plan->primary.group));
+    FP_TRY(read_group(spec->replicate_group, &plan->replicate_group));
+    FP_TRY(read_group(spec->param_group, &plan->secondary.group));
     return read_group(spec->outer_group, &plan->outer_group);
 }
 
@@ -171,15 +163,9 @@ take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
     flat_param->params = Py_XNewRef(spec->params);
     flat_param->extension = Py_XNewRef(spec->extension);
     flat_param->dress = Py_XNewRef(spec->dress);
-    if (fp_entries_read(spec->entries, spec->shared, total, &flat_param->attributes, &flat_param->geometry) < 0) {
-        return -1;
-    }
-    if (check_tensors(flat_param) < 0) {
-        return -1;
-    }
-    if (read_owners(flat_param, spec->pieces, spec->numel, total, plan->shard_numel) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_entries_read(spec->entries, spec->shared, total, &flat_param->attributes, &flat_param->geometry));
+    FP_TRY(check_tensors(flat_param));
+    FP_TRY(read_owners(flat_param, spec->pieces, spec->numel, total, plan->shard_numel));
     spec->options.geometry = flat_param->geometry;
     flat_param->versions = flat_param->synced = -1;
     flat_param->shows = flat_param->params == NULL ? FP_SHOWS_NOTHING : FP_SHOWS_PARAMS;

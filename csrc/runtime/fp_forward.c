@@ -26,8 +26,8 @@ prefetch_forward(fp_unit *unit, int first)
         }
         root->last_refreshed = unit;
         fp_unit *stale = unit->next_refreshed;
-        if (stale != NULL && stale->stale == FP_STALE_YES && fp_unshard_start(stale) < 0) {
-            return -1;
+        if (stale != NULL && stale->stale == FP_STALE_YES) {
+            FP_TRY(fp_unshard_start(stale));
         }
     }
     fp_unit *next = unit->next_forward;
@@ -35,7 +35,8 @@ prefetch_forward(fp_unit *unit, int first)
         return 0;
     }
     const int fresh = fp_fresh_is_of_now(next);
-    return fresh != 0 ? (fresh < 0 ? -1 : 0) : fp_unshard_start(next);
+    FP_TRY(fresh);
+    return fresh ? 0 : fp_unshard_start(next);
 }
 
 /* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */
@@ -64,18 +65,17 @@ count_holders(fp_flat_param *flat_param)
     return 0;
 }
 
-static PyObject *
+static int
 pre_forward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_root_in_backward(root) && !fp_graph_is_running(root->ref) &&
-        fp_iteration_recover(root) < 0) { /* the backward before it raised */
-        return NULL;
+    if (fp_root_in_backward(root) && !fp_graph_is_running(root->ref)) { /* the backward before it raised */
+        FP_TRY(fp_iteration_recover(root));
     }
     const int begins = root->depth == 0 && !fp_root_in_backward(root);
-    /* The move comes first: while an iteration begins, other threads are refused. */
-    if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0 || (begins && fp_iteration_begin(root) < 0)) {
-        return NULL;
+    FP_TRY(fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD)); /* while an iteration begins, other threads are refused */
+    if (begins) {
+        FP_TRY(fp_iteration_begin(root));
     }
     fp_unit_check(unit, "pre_forward");
     if (unit->depth == 1) {
@@ -90,22 +90,15 @@ pre_forward(fp_unit *unit)
     if (first && goes_ahead) {
         fp_fresh_learn(unit);
     }
-    if (fp_unshard_make_full(unit) < 0) {
-        return NULL;
+    FP_TRY(fp_unshard_make_full(unit));
+    FP_TRY(fp_unit_each(unit, fp_flat_param_show_views));
+    if (!fp_root_in_backward(root)) {
+        FP_TRY(fp_unit_each(unit, run_here));
     }
-    if (fp_unit_each(unit, fp_flat_param_show_views) < 0) {
-        return NULL;
+    if (unit->depth == 1 && unit->pending == 0) {
+        FP_TRY(fp_unit_each(unit, count_holders));
     }
-    if (!fp_root_in_backward(root) && fp_unit_each(unit, run_here) < 0) {
-        return NULL;
-    }
-    if (unit->depth == 1 && unit->pending == 0 && fp_unit_each(unit, count_holders) < 0) {
-        return NULL;
-    }
-    if (goes_ahead && prefetch_forward(unit, first) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return goes_ahead ? prefetch_forward(unit, first) : 0;
 }
 
 /* The outermost forward is over: parameters() gives the original parameters, also for units that stay gathered, as a loss
@@ -113,29 +106,41 @@ pre_forward(fp_unit *unit)
 static int
 list_params(fp_root *root, fp_unit *unit)
 {
-    return fp_unit_each(unit, fp_flat_param_list_params) < 0 || fp_backward_watch(unit) < 0 ? -1 : 0;
+    FP_TRY(fp_unit_each(unit, fp_flat_param_list_params));
+    return fp_backward_watch(unit);
+}
+
+static int
+begin_forward(fp_unit *unit)
+{
+    if (unit->for_graph && !fp_root_in_backward(unit->root) && fp_graph_task() >= 0) {
+        /* A backward through a recorded graph recomputes this forward in a checkpoint, before any hook of the unit has run. */
+        FP_TRY(fp_backward_come_to(unit, unit->began));
+    }
+    fp_range *range = fp_range_begin("pre_forward", unit->name);
+    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
+    const int status = pre_forward(unit);
+    fp_iteration_leave(entered);
+    fp_range_end(range);
+    return status;
 }
 
 PyObject *
 fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
     fp_hidden *hidden = NULL;
-    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0 || /* before the lock is taken */
-        fp_hide_checkpoints(&hidden) < 0) {
+    if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
-    PyObject *result = NULL;
-    /* A backward through a recorded graph may recompute this forward in a checkpoint before any hook of the unit has run. */
-    if (!unit->for_graph || fp_root_in_backward(unit->root) || fp_graph_task() < 0 ||
-        fp_backward_come_to(unit, unit->began) == 0) {
-        fp_range *range = fp_range_begin("pre_forward", unit->name);
-        fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-        result = pre_forward(unit);
-        fp_iteration_leave(entered);
-        fp_range_end(range);
+    if (fp_iteration_check_thread(unit) < 0) { /* before the lock is taken */
+        return NULL;
     }
+    if (fp_hide_checkpoints(&hidden) < 0) {
+        return NULL;
+    }
+    const int status = begin_forward(unit);
     fp_show_checkpoints(hidden);
-    return result;
+    return fp_none_unless(status);
 }
 
 /* Put hooks on the tensors in an output that require grad. Adds their number to *hooked, and that of all tensors to
@@ -200,7 +205,7 @@ note_opaque(fp_unit *unit, PyObject *output, int found)
     return 0;
 }
 
-/* Everything but the move END_FORWARD, which the caller makes last: until then other threads are refused. */
+/* Everything but the move END_FORWARD, which end_forward() makes last: until then other threads are refused. */
 static int
 post_forward(fp_unit *unit, PyObject *output)
 {
@@ -208,46 +213,53 @@ post_forward(fp_unit *unit, PyObject *output)
     fp_unit_check(unit, "post_forward");
     const int is_inner = unit->depth > 1, is_outermost = root->depth == 1;
     int hooked = 0, found = 0;
-    if (fp_unshard_take_requires_grad(unit) < 0 || (!is_inner && fp_unshard_take_written_in_forward(unit) < 0)) {
-        return -1;
+    FP_TRY(fp_unshard_take_requires_grad(unit));
+    if (!is_inner) {
+        FP_TRY(fp_unshard_take_written_in_forward(unit));
     }
-    if (fp_graph_grad_enabled() &&
-        (hook_outputs(unit, output, &hooked, &found) < 0 || note_opaque(unit, output, found) < 0)) {
-        return -1;
+    if (fp_graph_grad_enabled()) {
+        FP_TRY(hook_outputs(unit, output, &hooked, &found));
+        FP_TRY(note_opaque(unit, output, found));
     }
     if (fp_root_in_backward(root)) { /* recomputed: its backward comes at once */
         return 0;
     }
     if (hooked) {
-        if (fp_iteration_move(unit, FP_PASS_EXPECT_BACKWARD) < 0 || fp_iteration_append_order(root, unit) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_iteration_move(unit, FP_PASS_EXPECT_BACKWARD));
+        FP_TRY(fp_iteration_append_order(root, unit));
     }
-    if (is_outermost && fp_iteration_wait_until_read(root) < 0) {
-        return -1;
+    if (is_outermost) {
+        FP_TRY(fp_iteration_wait_until_read(root));
     }
     if (is_inner) {
         return 0;
     }
-    if (fp_unshard_end_forward(unit, hooked && (is_outermost || !unit->reshard_after_forward)) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_end_forward(unit, hooked && (is_outermost || !unit->reshard_after_forward)));
     return is_outermost ? fp_root_each(root, list_params) : 0;
+}
+
+/* After a failure the forward is still under way, and abort_forward ends it. */
+static int
+end_forward(fp_unit *unit, PyObject *output)
+{
+    FP_TRY(fp_iteration_check(unit, FP_PASS_END_FORWARD));
+    FP_TRY(post_forward(unit, output));
+    return fp_iteration_move(unit, FP_PASS_END_FORWARD);
 }
 
 PyObject *
 fp_forward_post(fp_unit *unit, PyObject *output)
 {
     fp_hidden *hidden = NULL;
-    if (fp_iteration_check_joined(unit) < 0 || fp_hide_checkpoints(&hidden) < 0) {
+    if (fp_iteration_check_joined(unit) < 0) {
+        return NULL;
+    }
+    if (fp_hide_checkpoints(&hidden) < 0) {
         return NULL;
     }
     fp_range *range = fp_range_begin("post_forward", unit->name);
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-    /* After a failure the forward is still under way, and abort_forward ends it. */
-    const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
-                           ? -1
-                           : fp_iteration_move(unit, FP_PASS_END_FORWARD);
+    const int status = end_forward(unit, output);
     fp_unit_check(unit, "the end of post_forward");
     fp_iteration_leave(entered);
     fp_range_end(range);
@@ -280,8 +292,8 @@ fp_forward_abort(fp_unit *unit, PyObject *ignored)
     if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
         Py_RETURN_NONE; /* the forward was refused, and has begun nothing */
     }
-    return fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
-                   (!fp_root_in_backward(root) && root->depth == 0 && fp_iteration_recover(root) < 0)
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(root->phase == FP_PHASE_OPEN && root->depth == 0 ? fp_iteration_recover(root) : 0);
 }

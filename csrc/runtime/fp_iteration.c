@@ -54,8 +54,8 @@ fp_iteration_check_thread(const fp_unit *unit)
 static int
 next_pass(const fp_unit *unit, fp_pass_event event, unsigned *next)
 {
-    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_check_thread(unit) < 0) {
-        return -1;
+    if (event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) {
+        FP_TRY(fp_iteration_check_thread(unit));
     }
     return fp_unit_next(unit, &fp_pass_moves, unit->pass, event, next);
 }
@@ -72,11 +72,11 @@ fp_iteration_move(fp_unit *unit, fp_pass_event event)
 {
     fp_root *root = unit->root;
     unsigned next;
-    if (next_pass(unit, event, &next) < 0 ||
-        (event == FP_PASS_BEGIN_FORWARD && root->depth == 0 && fp_graph_keep_caller() < 0)) {
-        return -1;
-    }
+    FP_TRY(next_pass(unit, event, &next));
     if (event == FP_PASS_BEGIN_FORWARD) {
+        if (root->depth == 0) {
+            FP_TRY(fp_graph_keep_caller());
+        }
         root->caller = fp_graph_caller();
         root->depth++;
         unit->depth++;
@@ -197,7 +197,8 @@ fp_iteration_recover(fp_root *root)
     fp_reduce_order_forget(root);
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        keep_first(&first, fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_end_backward(unit));
+        keep_first(&first, fp_iteration_move(unit, FP_PASS_RESET)); /* legal in each state */
+        keep_first(&first, fp_iteration_end_backward(unit));
     }
     keep_first(&first, fp_iteration_wait_until_read(root));
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
@@ -254,8 +255,8 @@ fp_iteration_look_for_replaced(fp_root *root)
 int
 fp_iteration_begin(fp_root *root)
 {
-    if (fp_root_in_backward(root) && fp_iteration_recover(root) < 0) {
-        return -1;
+    if (fp_root_in_backward(root)) {
+        FP_TRY(fp_iteration_recover(root));
     }
     fp_units_check(root, "the begin of a pass");
     root->pass++;
@@ -269,7 +270,8 @@ fp_iteration_begin(fp_root *root)
     }
     root->order.n = 0;
     root->last_forward = root->last_refreshed = NULL;
-    return fp_iteration_look_for_replaced(root) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
+    FP_TRY(fp_iteration_look_for_replaced(root));
+    return fp_consensus_before_forward(root);
 }
 
 /* Gather a stale unit with a secondary shard from the shards, and free it. */
@@ -279,10 +281,16 @@ refresh(fp_root *root, fp_unit *unit)
     if (unit->root != root || !fp_unit_has_secondary_shard(unit) || unit->stale != FP_STALE_YES) {
         return 0;
     }
-    if (fp_unshard_make_full(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_make_full(unit));
     return fp_unshard_release(unit);
+}
+
+static int
+refresh_all(fp_root *root)
+{
+    FP_TRY(fp_iteration_begin(root));
+    FP_TRY(fp_root_each(root, refresh));
+    return fp_iteration_wait_until_read(root);
 }
 
 int
@@ -292,8 +300,7 @@ fp_iteration_refresh(fp_root *root)
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
         fp_fresh_forget_learned(root->units.items[s]);
     }
-    const int done = fp_iteration_begin(root) == 0 && fp_root_each(root, refresh) == 0;
-    const int status = done ? fp_iteration_wait_until_read(root) : -1;
+    const int status = refresh_all(root);
     root->phase = FP_PHASE_OPEN;
     return status;
 }
@@ -301,9 +308,7 @@ fp_iteration_refresh(fp_root *root)
 int
 fp_iteration_append_order(fp_root *root, fp_unit *unit)
 {
-    if (fp_unit_list_add(&root->order, unit) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unit_list_add(&root->order, unit));
     unit->position = root->order.n - 1;
     return 0;
 }

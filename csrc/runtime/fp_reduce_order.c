@@ -36,9 +36,7 @@ fp_reduce_order_join(fp_root *root, fp_unit *unit)
     if (order->n == 0 && !fp_unit_has_secondary_shard(unit)) {
         return 0;
     }
-    if (fp_unit_list_reserve(order, root->units.n + 1) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unit_list_reserve(order, root->units.n + 1));
     while (order->n < root->units.n) { /* the first unit with a secondary shard: the others join before it */
         order->items[order->n] = root->units.items[order->n];
         order->n++;
@@ -88,9 +86,7 @@ int
 fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_reduce_slot_event event)
 {
     unsigned next;
-    if (fp_unit_next(unit, &fp_reduce_slot_moves, flat_param->reduce_slot, event, &next) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unit_next(unit, &fp_reduce_slot_moves, flat_param->reduce_slot, event, &next));
     flat_param->reduce_slot = next;
     return 0;
 }
@@ -125,9 +121,8 @@ read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
             }
             fp_consensus_note_error(root, unit);
         }
-        if (!fp_flat_param_is_untracked(flat_param) && fp_flat_buffer_is_reached(flat_param->flat) &&
-            fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_EXPECT) < 0) {
-            return -1;
+        if (!fp_flat_param_is_untracked(flat_param) && fp_flat_buffer_is_reached(flat_param->flat)) {
+            FP_TRY(fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_EXPECT));
         }
     }
     return 0;
@@ -155,8 +150,9 @@ fp_reduce_order_begin(fp_root *root)
         }
     }
     Py_XDECREF(units);
-    if (status < 0 || ((fp_root_synchronizes(root) || nested) && fp_consensus_on_gradients(root) < 0)) {
-        return -1;
+    FP_TRY(status);
+    if (fp_root_synchronizes(root) || nested) {
+        FP_TRY(fp_consensus_on_gradients(root));
     }
     return shown ? fp_consensus_read(root) : 0; /* clear what other ranks have cleared before adding to it */
 }
@@ -176,9 +172,7 @@ how_far(fp_root *root, const fp_flat_param *flat_param, int took)
     if (flat_param->reduce_slot == FP_REDUCE_SLOT_PACKED || has_accumulated) {
         return nested && !fp_root_synchronizes(root) ? FP_REDUCE_INNER : FP_REDUCE_ALL;
     }
-    if (fp_consensus_read(root) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_consensus_read(root));
     if (!nested) {
         return flat_param->wanted != 0 ? FP_REDUCE_ALL : 0;
     }
@@ -192,13 +186,13 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 {
     fp_root *root = unit->root;
     const int far = how_far(root, flat_param, took);
-    if (far < 0 || fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0 ||
-        (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
-        return -1;
+    FP_TRY(far);
+    FP_TRY(fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS));
+    if (far > 0) {
+        FP_TRY(fp_reduction_start(unit, flat_param, NULL, far));
     }
-    if (took && !fp_flat_param_is_untracked(flat_param) && flat_param->gathered &&
-        fp_unshard_pass(unit, flat_param) < 0) {
-        return -1;
+    if (took && !fp_flat_param_is_untracked(flat_param) && flat_param->gathered) {
+        FP_TRY(fp_unshard_pass(unit, flat_param));
     }
     return fp_flat_buffer_drop_reload(flat_param->flat);
 }
@@ -245,9 +239,8 @@ fp_reduce_order_start_reload(fp_root *root)
         }
         ahead++;
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-            if (unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_COMING &&
-                fp_flat_buffer_start_reload(unit->flat_params[k].flat) < 0) {
-                return -1;
+            if (unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_COMING) {
+                FP_TRY(fp_flat_buffer_start_reload(unit->flat_params[k].flat));
             }
         }
     }
@@ -262,21 +255,18 @@ advance(fp_root *root, Py_ssize_t position)
 {
     while (root->cursor > position) {
         const Py_ssize_t cursor = --root->cursor;
-        if (fp_reduce_order_flush(root, cursor) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_reduce_order_flush(root, cursor));
         if (cursor == position || cursor < 0) {
             continue;
         }
         fp_unit *unit = root->order.items[cursor];
         if (unit != NULL && fp_unit_has_secondary_shard(unit) && !fp_unit_is_full(unit) &&
-            fp_unit_awaits_backward(unit) &&
-            (fp_unit_is_recorded(unit) ? fp_unshard_make_full(unit) : fp_unshard_start(unit)) < 0) {
-            return -1;
+            fp_unit_awaits_backward(unit)) {
+            FP_TRY(fp_unit_is_recorded(unit) ? fp_unshard_make_full(unit) : fp_unshard_start(unit));
         }
         fp_unit *next = cursor > 0 ? root->order.items[cursor - 1] : NULL;
-        if ((root->prefetch & (FP_PREFETCH_PRE | FP_PREFETCH_POST)) && next != NULL && fp_unshard_prefetch(next) < 0) {
-            return -1;
+        if ((root->prefetch & (FP_PREFETCH_PRE | FP_PREFETCH_POST)) && next != NULL) {
+            FP_TRY(fp_unshard_prefetch(next));
         }
     }
     return 0;
@@ -312,5 +302,7 @@ fp_reduce_order_end(fp_root *root)
     if (root->reduce_order.n == 0) {
         return 0;
     }
-    return advance(root, -1) < 0 || fp_reduce_order_flush(root, -1) < 0 ? -1 : fp_consensus_end(root);
+    FP_TRY(advance(root, -1));
+    FP_TRY(fp_reduce_order_flush(root, -1));
+    return fp_consensus_end(root);
 }

@@ -52,9 +52,7 @@ start_halves(fp_unit *unit)
 int
 fp_reduction_start_halves(fp_root *root)
 {
-    if (start_halves(root->halfway) < 0) {
-        return -1;
-    }
+    FP_TRY(start_halves(root->halfway));
     return start_halves(root->reducing) < 0 ? -1 : 0;
 }
 
@@ -103,9 +101,7 @@ static int
 follow(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (advance_previous(unit) < 0) {
-        return -1;
-    }
+    FP_TRY(advance_previous(unit));
     if (root->reducing != unit) {
         root->halfway = root->reducing;
         root->reducing = unit;
@@ -116,20 +112,12 @@ follow(fp_unit *unit)
 int
 fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    if (fp_reduction_finish(unit, flat_param) < 0) { /* a reduction of another graph in this backward */
-        return -1;
+    FP_TRY(fp_reduction_finish(unit, flat_param)); /* a reduction of another graph in this backward */
+    if (how_far == FP_REDUCE_OUTER) {              /* the reductions before go over the same group */
+        FP_TRY(advance_previous(unit));
+        FP_TRY(advance(unit));
     }
-    if (how_far == FP_REDUCE_OUTER) { /* the reductions before go over the same group */
-        if (advance_previous(unit) < 0) {
-            return -1;
-        }
-        if (advance(unit) < 0) {
-            return -1;
-        }
-    }
-    if (start(unit, flat_param, gradients, how_far) < 0) {
-        return -1;
-    }
+    FP_TRY(start(unit, flat_param, gradients, how_far));
     return follow(unit);
 }
 

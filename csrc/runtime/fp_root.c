@@ -100,7 +100,7 @@ root_recover(fp_root *root, PyObject *ignored)
     if (fp_iteration_is_elsewhere(root)) {
         return PyErr_Format(PyExc_RuntimeError, "recover: another thread is in a forward or backward of this model");
     }
-    return fp_iteration_recover(root) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_none_unless(fp_iteration_recover(root));
 }
 
 static PyObject *
@@ -112,7 +112,7 @@ root_refresh(fp_root *root, PyObject *ignored)
     Py_INCREF(root);
     const int status = fp_iteration_refresh(root);
     Py_DECREF(root);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_none_unless(status);
 }
 
 static PyObject *
@@ -120,13 +120,6 @@ root_always_python(fp_root *root, PyObject *ignored)
 {
     Py_CLEAR(root->watched);
     Py_RETURN_NONE;
-}
-
-static int
-count_blocks(fp_root *root, int more)
-{
-    root->blocks += more;
-    return 0;
 }
 
 static int
@@ -147,11 +140,16 @@ root_begin_no_sync(fp_root *root, PyObject *block)
     if (check_block(block) < 0) {
         return NULL;
     }
-    PyObject *resets = PyList_GET_SIZE(block) > 0 ? NULL : PyLong_FromLongLong(root->resets);
-    const int status = resets == NULL                     ? (PyErr_Occurred() ? -1 : 0)
-                       : PyList_Append(block, resets) < 0 ? -1
-                                                          : count_blocks(root, 1);
-    Py_XDECREF(resets);
+    if (PyList_GET_SIZE(block) > 0) {
+        Py_RETURN_NONE;
+    }
+    PyObject *resets = PyLong_FromLongLong(root->resets);
+    if (resets == NULL) {
+        return NULL;
+    }
+    const int status = PyList_Append(block, resets);
+    Py_DECREF(resets);
+    root->blocks += status == 0;
     return fp_none_unless(status);
 }
 
@@ -159,18 +157,25 @@ static PyObject *
 root_end_no_sync(fp_root *root, PyObject *block)
 {
     int64_t resets = -1;
-    if (check_block(block) < 0 || (PyList_GET_SIZE(block) > 0 && fp_as_int64(PyList_GET_ITEM(block, 0), &resets) < 0) ||
-        PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL) < 0) {
+    if (check_block(block) < 0) {
         return NULL;
     }
-    return fp_none_unless(resets == root->resets ? count_blocks(root, -1) : 0);
+    if (PyList_GET_SIZE(block) > 0 && fp_as_int64(PyList_GET_ITEM(block, 0), &resets) < 0) {
+        return NULL;
+    }
+    if (PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL) < 0) {
+        return NULL;
+    }
+    root->blocks -= resets == root->resets;
+    Py_RETURN_NONE;
 }
 
 static PyObject *
 root_end_all_no_sync(fp_root *root, PyObject *ignored)
 {
     root->resets++;
-    return fp_none_unless(count_blocks(root, -root->blocks));
+    root->blocks = 0;
+    Py_RETURN_NONE;
 }
 
 static PyObject *

@@ -128,10 +128,10 @@ trace_note(trace_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t event;
     int new_pass;
-    return fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
-                   fp_as_bool(args[1], &new_pass) < 0 || note(self, (uint64_t)event, new_pass) < 0
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (fp_read_args("note", args, nargs, "ib", &event, &new_pass) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(note(self, (uint64_t)event, new_pass));
 }
 
 static PyObject *

@@ -156,8 +156,7 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t which, number;
     int sliced;
-    if (fp_check_nargs("follow", nargs, 4) < 0 || fp_as_int64(args[0], &which) < 0 ||
-        fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
+    if (fp_read_args("follow", args, nargs, "iOib", &which, &number, &sliced) < 0) {
         return NULL;
     }
     if (which < 0 || which >= FP_GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
@@ -185,7 +184,10 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 unit_release(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0 ? NULL : Py_NewRef(Py_None);
+    if (fp_unshard_release(unit) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(fp_unshard_show_params(unit));
 }
 
 static PyObject *
@@ -208,8 +210,13 @@ unit_put(fp_unit *unit, PyObject *argument)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if ((views ? flat_param->views : flat_param->params) != NULL &&
-            (fp_flat_param_show(flat_param, views) < 0 || fp_flat_param_list_params(flat_param) < 0)) {
+        if ((views ? flat_param->views : flat_param->params) == NULL) {
+            continue;
+        }
+        if (fp_flat_param_show(flat_param, views) < 0) {
+            return NULL;
+        }
+        if (fp_flat_param_list_params(flat_param) < 0) {
             return NULL;
         }
     }
@@ -225,7 +232,7 @@ unit_sync_user_writes(fp_unit *unit, PyObject *ignored)
 static PyObject *
 unit_alias_params(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unit_each(unit, fp_flat_param_alias) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_none_unless(fp_unit_each(unit, fp_flat_param_alias));
 }
 
 /* The flat parameter whose index is args[0]. NULL with an exception: nargs is not n, or there is no such index. */
@@ -272,10 +279,10 @@ unit_adopt(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = part_of(unit, "adopt", args, nargs, 3);
     int64_t i;
-    return flat_param == NULL || fp_as_int64(args[1], &i) < 0 ||
-                   fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]) < 0
-               ? NULL
-               : Py_NewRef(Py_None);
+    if (flat_param == NULL || fp_as_int64(args[1], &i) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]));
 }
 
 static PyObject *
@@ -285,8 +292,13 @@ unit_compute_in_full(fp_unit *unit, PyObject *argument)
     if (fp_as_bool(argument, &in_full) < 0) {
         return NULL;
     }
-    if (fp_unit_check_idle(unit, "change its precision") < 0 || fp_unshard_release(unit) < 0 ||
-        fp_unshard_show_params(unit) < 0) {
+    if (fp_unit_check_idle(unit, "change its precision") < 0) {
+        return NULL;
+    }
+    if (fp_unshard_release(unit) < 0) {
+        return NULL;
+    }
+    if (fp_unshard_show_params(unit) < 0) {
         return NULL;
     }
     unit->gather_pass = -1;
@@ -315,7 +327,7 @@ unit_invalidate(fp_unit *unit, PyObject *ignored)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }
-    return fp_unshard_hide_old(unit) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_none_unless(fp_unshard_hide_old(unit));
 }
 
 static int
@@ -641,8 +653,10 @@ count_registration_hooks(PyObject *module, PyObject *object)
 static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return fp_check_nargs("set_grad", nargs, 2) < 0 || fp_gradients_set(args[0], args[1]) < 0 ? NULL
-                                                                                              : Py_NewRef(Py_None);
+    if (fp_check_nargs("set_grad", nargs, 2) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(fp_gradients_set(args[0], args[1]));
 }
 
 PyMethodDef fp_unit_methods_of_module[] = {

@@ -27,9 +27,14 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (!shown ? fp_flat_param_note_user_edits(flat_param, name) < 0
-                   : flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
-                         fp_flat_param_show_accumulated(flat_param, name) < 0) {
+        int status = 0;
+        if (!shown) {
+            status = fp_flat_param_note_user_edits(flat_param, name);
+        }
+        else if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat)) {
+            status = fp_flat_param_show_accumulated(flat_param, name);
+        }
+        if (status < 0) {
             return NULL;
         }
     }
@@ -48,15 +53,15 @@ check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(frozen_share); i++) {
         int is_share;
-        if (fp_as_bool(PyTuple_GET_ITEM(frozen_share, i), &is_share) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_as_bool(PyTuple_GET_ITEM(frozen_share, i), &is_share));
     }
     const char *name = PyUnicode_AsUTF8(unit->name);
-    return name == NULL || (accumulated != Py_None && fp_flat_buffer_check_accumulated(
-                                                          flat_param->flat, flat_param->shard, accumulated, name) < 0)
-               ? -1
-               : 0;
+    if (name == NULL) {
+        return -1;
+    }
+    return accumulated == Py_None
+               ? 0
+               : fp_flat_buffer_check_accumulated(flat_param->flat, flat_param->shard, accumulated, name);
 }
 
 /* All flat parameters are checked before the first one is set: a refused call changes nothing. */

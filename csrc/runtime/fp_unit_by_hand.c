@@ -76,8 +76,10 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = unit->n_flat_params == 1 ? &unit->flat_params[0] : NULL;
     int sliced;
-    if (fp_check_nargs("drive", nargs, 4) < 0 || fp_attributes_check(args[0], 1) < 0 ||
-        fp_as_bool(args[3], &sliced) < 0) {
+    if (fp_read_args("drive", args, nargs, "OOOb", &sliced) < 0) {
+        return NULL;
+    }
+    if (fp_attributes_check(args[0], 1) < 0) {
         return NULL;
     }
     if (flat_param == NULL || flat_param->params == NULL || flat_param->leaf != NULL || unit->root == NULL) {
@@ -88,9 +90,10 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     watch(flat_param->plan->primary.group, args[1], sliced);
     watch(flat_param->plan->secondary.group, args[2], sliced);
     fp_flat_buffer_lose_size(flat_param->flat);
-    return fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)) < 0
-               ? NULL
-               : fp_flat_buffer_unsharded(flat_param->flat);
+    if (fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)) < 0) {
+        return NULL;
+    }
+    return fp_flat_buffer_unsharded(flat_param->flat);
 }
 
 /* ---- parameters ---- */
@@ -101,8 +104,13 @@ fp_by_hand_gather(fp_unit *unit, PyObject *argument)
     fp_flat_param *flat_param = driven(unit);
     const char *reason = PyUnicode_AsUTF8(unit->reason);
     int refresh;
-    if (flat_param == NULL || fp_as_bool(argument, &refresh) < 0 || fp_iteration_look_for_replaced(unit->root) < 0 ||
-        fp_unshard_check_memory(unit) < 0) {
+    if (flat_param == NULL || fp_as_bool(argument, &refresh) < 0) {
+        return NULL;
+    }
+    if (fp_iteration_look_for_replaced(unit->root) < 0) {
+        return NULL;
+    }
+    if (fp_unshard_check_memory(unit) < 0) {
         return NULL;
     }
     const int64_t versions = refresh ? fp_flat_param_versions(flat_param) : 0;
@@ -145,7 +153,7 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = driven(unit);
     int may_replace;
-    if (flat_param == NULL || fp_check_nargs("show_views", nargs, 2) < 0 || fp_as_bool(args[1], &may_replace) < 0) {
+    if (flat_param == NULL || fp_read_args("show_views", args, nargs, "Ob", &may_replace) < 0) {
         return NULL;
     }
     if (!PyList_Check(args[0])) {
@@ -157,7 +165,13 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     if (may_replace && fp_flat_buffer_has_hooks(flat_param->flat)) { /* else later backwards would call them, too */
         Py_CLEAR(flat_param->views);
     }
-    if (status < 0 || fp_unshard_make_views(unit, 0) < 0 || fp_flat_param_show_views(flat_param) < 0) {
+    if (status < 0) {
+        return NULL;
+    }
+    if (fp_unshard_make_views(unit, 0) < 0) {
+        return NULL;
+    }
+    if (fp_flat_param_show_views(flat_param) < 0) {
         return NULL;
     }
     PyObject *views = flat_param->views;
@@ -166,12 +180,22 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     return fp_none_unless(same ? 0 : PyList_SetSlice(args[0], 0, n, views));
 }
 
+/* leaf.data = source, and the modules have the parameters. */
+static int
+alias_leaf(fp_flat_param *flat_param, PyObject *source)
+{
+    FP_TRY(fp_torch_alias_flat(flat_param->leaf, source, -1));
+    return fp_flat_param_show_params(flat_param);
+}
+
 PyObject *
 fp_by_hand_show_whole(fp_unit *unit, PyObject *whole)
 {
     fp_flat_param *flat_param = driven(unit);
-    if (flat_param == NULL || fp_attributes_check(whole, 0) < 0 ||
-        fp_torch_alias_flat(flat_param->leaf, whole, -1) < 0 || fp_flat_param_show_params(flat_param) < 0) {
+    if (flat_param == NULL || fp_attributes_check(whole, 0) < 0) {
+        return NULL;
+    }
+    if (alias_leaf(flat_param, whole) < 0) {
         return NULL;
     }
     PyObject *params = Py_NewRef(flat_param->params); /* owned: setting data may run code of the user */
@@ -185,8 +209,10 @@ fp_by_hand_show_shard(fp_unit *unit, PyObject *argument)
 {
     fp_flat_param *flat_param = driven(unit);
     int was_whole;
-    if (flat_param == NULL || fp_as_bool(argument, &was_whole) < 0 ||
-        fp_torch_alias_flat(flat_param->leaf, flat_param->shard, -1) < 0 || fp_flat_param_show_params(flat_param) < 0) {
+    if (flat_param == NULL || fp_as_bool(argument, &was_whole) < 0) {
+        return NULL;
+    }
+    if (alias_leaf(flat_param, flat_param->shard) < 0) {
         return NULL;
     }
     return fp_none_unless(was_whole ? fp_flat_param_alias(flat_param) : 0);
@@ -202,9 +228,13 @@ PyObject *
 fp_by_hand_cut(fp_unit *unit, PyObject *ignored)
 {
     fp_flat_param *flat_param = driven(unit);
-    return flat_param == NULL || fp_flat_buffer_cut_secondary_shard(flat_param->flat) < 0
-               ? NULL
-               : fp_flat_buffer_secondary_shard(flat_param->flat);
+    if (flat_param == NULL) {
+        return NULL;
+    }
+    if (fp_flat_buffer_cut_secondary_shard(flat_param->flat) < 0) {
+        return NULL;
+    }
+    return fp_flat_buffer_secondary_shard(flat_param->flat);
 }
 
 PyObject *
@@ -248,6 +278,24 @@ show_reduced(fp_flat_param *flat_param)
     return status;
 }
 
+static int
+show_sum(fp_flat_param *flat_param, PyObject *sum, const char *name)
+{
+    FP_TRY(fp_attributes_check(sum, 0));
+    PyObject *shown = fp_flat_buffer_accumulated_grad(flat_param->flat);
+    if (shown == NULL) {
+        return -1;
+    }
+    const int is_same = shown == Py_None ? 0 : fp_torch_same_storage(shown, sum);
+    Py_DECREF(shown);
+    FP_TRY(is_same);
+    if (!is_same) {
+        FP_TRY(fp_flat_buffer_set_accumulated(flat_param->flat, sum));
+    }
+    FP_TRY(fp_flat_param_show_accumulated(flat_param, name));
+    return fp_gradients_set(flat_param->leaf, sum);
+}
+
 PyObject *
 fp_by_hand_show_sum(fp_unit *unit, PyObject *sum)
 {
@@ -258,15 +306,7 @@ fp_by_hand_show_sum(fp_unit *unit, PyObject *sum)
     if (sum == Py_None) {
         return fp_none_unless(show_reduced(flat_param));
     }
-    PyObject *shown = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    int status = shown == NULL || fp_attributes_check(sum, 0) < 0 ? -1 : 0;
-    if (status == 0 && (shown == Py_None || fp_torch_same_storage(shown, sum) <= 0)) {
-        status = fp_flat_buffer_set_accumulated(flat_param->flat, sum);
-    }
-    Py_XDECREF(shown);
-    return fp_none_unless(status < 0 || fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)) < 0
-                              ? -1
-                              : fp_gradients_set(flat_param->leaf, sum));
+    return fp_none_unless(show_sum(flat_param, sum, PyUnicode_AsUTF8(unit->name)));
 }
 
 PyObject *
@@ -278,7 +318,10 @@ fp_by_hand_read_sum(fp_unit *unit, PyObject *ignored)
         return NULL;
     }
     const int status = fp_flat_param_find_refused_edit(flat_param, PyUnicode_AsUTF8(unit->name), &refused);
-    if ((status < 0 && PyErr_Occurred()) || fp_gradients_set(flat_param->leaf, NULL) < 0) {
+    if (status < 0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (fp_gradients_set(flat_param->leaf, NULL) < 0) {
         return NULL;
     }
     return PyLong_FromSsize_t(refused >= 0 || fp_flat_buffer_has_accumulated(flat_param->flat) ? refused : -2);
@@ -299,9 +342,14 @@ fp_by_hand_add_reduced(fp_unit *unit, PyObject *tensor)
 {
     fp_flat_param *flat_param = driven(unit);
     const fp_reduced reduced = {.tensor = tensor, .divisor = 1.0, .dtype = -1};
-    return flat_param == NULL || fp_attributes_check(tensor, 0) < 0 ||
-                   fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ||
-                   fp_flat_param_add_reduced(flat_param, &reduced, NULL) < 0
-               ? NULL
-               : fp_none_unless(show_reduced(flat_param));
+    if (flat_param == NULL || fp_attributes_check(tensor, 0) < 0) {
+        return NULL;
+    }
+    if (fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+        return NULL;
+    }
+    if (fp_flat_param_add_reduced(flat_param, &reduced, NULL) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(show_reduced(flat_param));
 }

@@ -12,9 +12,7 @@ int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
 {
     unsigned next;
-    if (fp_unit_next(unit, &fp_unit_moves, unit->state, event, &next) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unit_next(unit, &fp_unit_moves, unit->state, event, &next));
     unit->state = next;
     return 0;
 }
@@ -179,9 +177,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
             if (fp_flat_buffer_holders(flat_param->flat, fp_items(flat_param->views)) > flat_param->holders) {
                 return refuse_moved(unit, flat_param, 0, changed_between);
             }
-            if (fp_flat_param_refuse_graphs(flat_param) < 0) {
-                return -1;
-            }
+            FP_TRY(fp_flat_param_refuse_graphs(flat_param));
             flat_param->versions = versions;
         }
     }
@@ -218,9 +214,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
     fp_root *root = unit->root;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (fp_unshard_make_views(unit, k) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_unshard_make_views(unit, k));
         if (goes_on && flat_param->gathered) {
             continue;
         }
@@ -233,9 +227,9 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         const int changed = versions != flat_param->versions;
-        if (renew(unit, k, changed) < 0 ||
-            (changed && flat_param->extension != NULL && fp_flat_param_refuse_graphs(flat_param) < 0)) {
-            return -1;
+        FP_TRY(renew(unit, k, changed));
+        if (changed && flat_param->extension != NULL) {
+            FP_TRY(fp_flat_param_refuse_graphs(flat_param));
         }
         const int from_shards =
             fp_flat_buffer_gather(flat_param->flat, flat_param->shard, fp_items(flat_param->views),
@@ -269,30 +263,22 @@ start_gather(fp_unit *unit)
 {
     fp_root *root = unit->root;
     int gathered = 0;
-    if (fp_unshard_check_memory(unit) < 0) {
-        return -1;
-    }
-    if (!fp_root_in_backward(root) && !fp_unit_has_secondary_shard(unit) && fp_unshard_sync_user_writes(unit) < 0) {
-        return -1;
+    FP_TRY(fp_unshard_check_memory(unit));
+    if (!fp_root_in_backward(root) && !fp_unit_has_secondary_shard(unit)) {
+        FP_TRY(fp_unshard_sync_user_writes(unit));
     }
     /* Data that was gathered in the capture of a CUDA graph has values in a replay only, and the graph owns its memory. */
-    if (fp_fresh_is_void(unit) && fp_unshard_release(unit) < 0) {
-        return -1;
+    if (fp_fresh_is_void(unit)) {
+        FP_TRY(fp_unshard_release(unit));
     }
     /* 1: the flat parameters that are gathered have current values: the others were freed, or their gathers failed. */
     const int goes_on = fp_root_in_backward(root) || (unit->state == FP_UNIT_PARTLY && unit->gather_pass == root->pass);
-    if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER));
     unit->gather_pass = root->pass;
     unit->data_steps = fp_optimizer_steps;
     unit->gather_steps = root->optimizer_steps;
-    if (gather_together(unit, goes_on, &gathered) < 0) {
-        return -1;
-    }
-    if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* code of the user has freed it meanwhile */
-        return -1;
-    }
+    FP_TRY(gather_together(unit, goes_on, &gathered));
+    FP_TRY(fp_unshard_move(unit, FP_UNIT_END_START)); /* fails if code of the user has freed it meanwhile */
     unit->stale = unit->stale == FP_STALE_NO ? FP_STALE_NO : FP_STALE_GATHERED;
     unit->suspect = unit->suspect && fp_unit_has_secondary_shard(unit);
     root->gathers += gathered && fp_unit_is_sharded(unit);
@@ -325,15 +311,13 @@ fp_unshard_make_full(fp_unit *unit)
     }
     const int is_ahead = fresh && unit->state == FP_UNIT_GATHERING && !fp_root_in_backward(unit->root) &&
                          !fp_unit_has_secondary_shard(unit);
-    if (is_ahead && fp_unit_is_sharded(unit) && fp_fresh_check_ahead(unit) < 0) {
-        return -1;
+    if (is_ahead && fp_unit_is_sharded(unit)) {
+        FP_TRY(fp_fresh_check_ahead(unit));
     }
-    if (!fresh && fp_unshard_start(unit) < 0) {
-        return -1;
+    if (!fresh) {
+        FP_TRY(fp_unshard_start(unit));
     }
-    if (fp_unshard_move(unit, FP_UNIT_USE) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_move(unit, FP_UNIT_USE));
     unit->gather_pass = unit->root->pass;
     if (unit->state == FP_UNIT_UNSHARDED) {
         return 0;
@@ -371,9 +355,7 @@ fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
     }
     flat_param->gathered = 0;
     const fp_unit_event event = fp_unit_each(unit, is_gathered) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
-    if (fp_unshard_move(unit, event) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_move(unit, event));
     fp_unit_check(unit, "release");
     return status; /* -1 where its gather has failed */
 }
@@ -382,9 +364,7 @@ int
 fp_unshard_release(fp_unit *unit)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_unshard_release_part(unit, &unit->flat_params[k]) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_unshard_release_part(unit, &unit->flat_params[k]));
     }
     return fp_unshard_move(unit, FP_UNIT_FREE);
 }
@@ -400,10 +380,10 @@ fp_unshard_hide_old(fp_unit *unit)
         if (!fp_flat_param_stays_full(flat_param) || flat_param->synced == fp_flat_param_versions(flat_param)) {
             continue;
         }
-        if ((unit->state == FP_UNIT_SHARDED && renew(unit, k, 1) < 0) ||
-            fp_flat_buffer_hide(flat_param->flat, freed_reason(unit)) < 0) {
-            return -1;
+        if (unit->state == FP_UNIT_SHARDED) {
+            FP_TRY(renew(unit, k, 1));
         }
+        FP_TRY(fp_flat_buffer_hide(flat_param->flat, freed_reason(unit)));
     }
     return 0;
 }
@@ -412,9 +392,7 @@ int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
     unit->data_steps = steps;
-    if (fp_unshard_move(unit, steps >= 0 ? FP_UNIT_KEEP : FP_UNIT_KEEP_FOR_GRAPH) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_unshard_move(unit, steps >= 0 ? FP_UNIT_KEEP : FP_UNIT_KEEP_FOR_GRAPH));
     fp_unit_check(unit, "keep");
     return 0;
 }
@@ -422,8 +400,8 @@ fp_unshard_keep(fp_unit *unit, int64_t steps)
 int
 fp_unshard_end_forward(fp_unit *unit, int awaits_backward)
 {
-    if (!awaits_backward && (unit->for_graph ? fp_unshard_keep(unit, -1) : fp_unshard_release(unit)) < 0) {
-        return -1;
+    if (!awaits_backward) {
+        FP_TRY(unit->for_graph ? fp_unshard_keep(unit, -1) : fp_unshard_release(unit));
     }
     if (awaits_backward && !unit->reshard_after_forward && fp_unit_is_sharded(unit)) {
         return 0;
@@ -447,7 +425,8 @@ fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param)
         fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
         return -1;
     }
-    return fp_unshard_release_part(unit, flat_param) < 0 ? -1 : fp_flat_param_show_params(flat_param);
+    FP_TRY(fp_unshard_release_part(unit, flat_param));
+    return fp_flat_param_show_params(flat_param);
 }
 
 int
@@ -460,9 +439,7 @@ int
 fp_unshard_take_requires_grad(fp_unit *unit)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_flat_param_take_requires_grad(&unit->flat_params[k], unit->name) < 0) {
-            return -1;
-        }
+        FP_TRY(fp_flat_param_take_requires_grad(&unit->flat_params[k], unit->name));
     }
     return 0;
 }
@@ -471,8 +448,10 @@ int
 fp_unshard_prefetch(fp_unit *target)
 {
     const int fresh = fp_fresh_is_of_now(target);
-    return fresh != 0 || !fp_unit_awaits_backward(target) ||
-                   fp_unit_is_recorded(target) /* nodes of a recorded graph would read it before it is gathered */
-               ? (fresh < 0 ? -1 : 0)
-               : fp_unshard_start(target);
+    FP_TRY(fresh);
+    if (fresh || !fp_unit_awaits_backward(target) ||
+        fp_unit_is_recorded(target)) { /* nodes of a recorded graph would read it before it is gathered */
+        return 0;
+    }
+    return fp_unshard_start(target);
 }

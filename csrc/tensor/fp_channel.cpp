@@ -407,7 +407,10 @@ fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
 int
 fp_group_place(const fp_group *group, int *rank, int *size)
 {
-    return fp::int_from(group->object, "rank", rank) < 0 || fp::int_from(group->object, "size", size) < 0 ? -1 : 0;
+    if (fp::int_from(group->object, "rank", rank) < 0) {
+        return -1;
+    }
+    return fp::int_from(group->object, "size", size);
 }
 
 int
