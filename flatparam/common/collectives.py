@@ -210,18 +210,22 @@ def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGr
     _complete(dist.all_gather, shard, group, chunks, shard, group=group)
 
 
-def all_gather_beside(shard: Tensor, group: Any) -> list[list[Any]] | None:
-    """Return the values of ``shard`` on every rank, in rank order. A collective call.
+def all_gather_beside(shard: Tensor, group: Any, look: Callable[[], object] = lambda: None) -> list[list[Any]] | None:
+    """Return the values of ``shard`` on every rank, in rank order. A collective call; ``look``: as in the waits.
 
     It bypasses ``torch.distributed`` and dispatch modes, so users who count collectives do not see it.
-    None, without a collective: ``group`` has neither gloo nor NCCL for the device.
+    None, without a collective: ``group`` has no other processes.
     """
     kind = _backend_of(group, shard.device)
-    if kind not in ("gloo", "nccl"):
+    if kind == "fake" or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return None
     with _disable_current_modes():
         everyone = [torch.empty_like(shard) for _ in range(group.size())]
-        wait_in_slices(group.allgather([everyone], [shard]), kind == "gloo")
+        work = group.allgather([everyone], [shard])
+        if kind == "nccl":
+            wait_for_device(work, look)
+        else:
+            wait_in_slices(work, kind == "gloo", look)
         return [other.tolist() for other in everyone]
 
 

@@ -8,6 +8,7 @@ attributes and methods that have torch's names, so code of ours calls them throu
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -99,9 +100,11 @@ _uncounted = [0]  # the count for handles that no runtime has numbered
 
 
 class _Numbered(threading.local):
-    """The count of optimizer steps of the root whose handles this thread numbers now; the handles share it."""
+    """The root whose handles this thread numbers now: its count of optimizer steps and its handles, which share both."""
 
-    steps = _uncounted
+    def __init__(self) -> None:
+        self.steps = _uncounted
+        self.units: list[weakref.ref[Handle]] = []
 
 
 _numbered = _Numbered()
@@ -146,7 +149,10 @@ class Handle(Driven, TorchsNames):
     _left_versions: int | None = None  # sum of the parameters' versions when a forward left them gathered
     _left_values: tuple[Tensor, int] | None = None  # (sample of the shard then, forwards since)
 
-    _is_compared = False  # check_same_on_all_ranks() has run
+    _is_compared = _is_reduction_compared = False  # with the units of other ranks, see comparing.py
+    _model: Sequence["weakref.ref[Handle]"] = ()  # of the model, as the runtime numbered them
+    _replicas: Any = None  # HYBRID_SHARD: the group over which the runtime all-reduces the reduced gradient
+    _replicas_serial = 0  # the number of this handle among those with replicas
     _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
 
     _padding_value: float = _FLAT_PARAM_PADDING_VALUE
@@ -185,9 +191,16 @@ class Handle(Driven, TorchsNames):
         out of the optimizer.
         """
         if index == 0:
-            _numbered.steps = [0]
+            _numbered.steps, _numbered.units = [0], []
             optimizers.note_change()
-        vars(self)["_handle_index"], self.steps = index, _numbered.steps
+        vars(self)["_handle_index"], self.steps, self._model = index, _numbered.steps, _numbered.units
+        if index is not None:
+            _numbered.units.append(weakref.ref(self))
+
+    @property
+    def units_of_model(self) -> list["Handle"]:
+        """The handles of this handle's root, in the order of their numbers; this one alone if no runtime drives it."""
+        return [unit for unit in (ref() for ref in self._model) if unit is not None] or [self]
 
     def _layout_of(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout:
         """Return the layout of parameters of these sizes, not all 0. Padded if ``aligned_numel`` > 0."""

@@ -50,7 +50,8 @@ _STEP_OF_HANDLE = (
     *("_needs_pre_forward_unshard", "_needs_pre_backward_unshard", "_unsharded_flat_param_for_skipped_views"),
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
     *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_versions", "_left_values", "_steps_seen"),
-    *("_is_compared", "_native", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside"),
+    *("_is_compared", "_is_reduction_compared", "_model", "_native", "_freed_message", "_shard_seen"),
+    *("_offloaded_grad", "_put_aside"),
     "_versions_left_by_backward",
 )
 _STEP_OF_FLAT_PARAM = (

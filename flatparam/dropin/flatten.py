@@ -5,6 +5,7 @@ torch's runtime constructs and shards in one function, and no user code runs in 
 allocated and never written ("Wrapping streams" in csrc/README.md): on Linux's host it takes no memory.
 """
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,9 @@ from .views import primaries
 construct_and_shard = _init_utils._init_param_handle_from_params
 
 
+_serials = itertools.count()  # of handles with replicas
+
+
 class _Here(threading.local):
     """Whether this thread constructs a handle for torch's runtime, which shards it at once."""
 
@@ -47,16 +51,22 @@ _here = _Here()
     "torch.distributed.fsdp._init_utils:_init_param_handle_from_params", test="tests/dropin/test_streaming.py"
 )
 def _noting(construct: Callable[..., Any]) -> Callable[..., Any]:
-    """Note for this thread that the next handle is sharded at once, unless a user has replaced torch's function."""
+    """Note for this thread that the next handle is sharded at once, and for the handle the group of its replicas.
+
+    Neither if a user has replaced torch's function.
+    """
     if construct is not construct_and_shard:
         return construct
 
-    def noting_that(*args: Any, **kwargs: Any) -> Any:
+    def noting_that(state: Any, *args: Any, **kwargs: Any) -> Any:
         _here.constructs_and_shards = True
         try:
-            return construct(*args, **kwargs)
+            construct(state, *args, **kwargs)
         finally:
             _here.constructs_and_shards = False
+        handle, replicas = state._handle, vars(state).get("_inter_node_pg")
+        if replicas is not None and handle is not None and handle.uses_sharded_strategy:
+            handle._replicas, handle._replicas_serial = replicas, next(_serials)
 
     return noting_that
 

@@ -22,7 +22,7 @@ from ..common.torch_private import (
     _no_dispatch_record_stream,
 )
 from .base import RESHARD, TORCH_HANDLE, UNSHARD, Handle, step_of, unseen
-from .comparing import check_same_on_all_ranks
+from .comparing import check_before_gather, check_before_reduction
 from .gradients import clear_grads, show_grads_after_forward
 from .post_backward import let_model_go_without_backward, note_accumulator
 from .recovery import leave_memory, leave_summon, note_left_gathered
@@ -159,9 +159,8 @@ def all_gather_flat_param(handle: Handle, padded_unsharded_flat_param: Tensor) -
         raise handle._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
     group: Any = handle._fake_process_group if handle._use_fake_all_gather else handle.process_group
     try:
-        if not handle._is_compared and not handle._use_fake_all_gather:
-            check_same_on_all_ranks(handle)
-            handle._is_compared = True
+        if not handle._use_fake_all_gather:
+            check_before_gather(handle)
         if _gather_in_c(handle, padded_unsharded_flat_param, shard, group):
             pass
         elif shard.is_cpu:
@@ -224,8 +223,11 @@ def reshard(handle: Handle, free_unsharded_flat_param: bool) -> None:
     In this order the original parameters never point to freed memory. On an exception in SUMMON_FULL_PARAMS the
     handle goes back to IDLE.
     """
-    if handle._training_state is HandleTrainingState.IDLE:  # a user calls it, as a warning advises
+    state = handle._training_state
+    if state is HandleTrainingState.IDLE:  # a user calls it, as a warning advises
         handle._keep_moved_shard()
+    elif state is _BACKWARD_POST:
+        check_before_reduction(handle)
     if not _reshard_fused(handle, free_unsharded_flat_param):
         try:
             handle._use_sharded_flat_param()
@@ -234,7 +236,7 @@ def reshard(handle: Handle, free_unsharded_flat_param: bool) -> None:
         except BaseException:
             leave_summon(handle)
             raise
-    if not free_unsharded_flat_param and handle._training_state is HandleTrainingState.FORWARD:
+    if not free_unsharded_flat_param and state is _FORWARD:
         note_left_gathered(handle)
 
 

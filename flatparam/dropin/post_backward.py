@@ -73,16 +73,24 @@ def hook_this_backward(handle: Handle) -> None:
 
 
 def is_reduced_next(handle: Handle) -> bool:
-    """Whether the runtime reduces the gradient of this backward: False in no_sync().
+    """Whether the runtime reduces the gradient of this backward: False in no_sync(). True if it has no hook."""
+    return all(wrapper._sync_gradients for wrapper in _wrappers_in_hook(handle))
 
-    The hook refers to the wrapper, which knows. True if there is no such hook.
-    """
+
+def is_reduced_by_default(handle: Handle) -> bool:
+    """Whether the runtime's hook reduces this backward's gradient by torch's collectives, not by a user's function."""
+    wrappers = _wrappers_in_hook(handle) if handle.flat_param.requires_grad else []
+    return bool(wrappers) and all(wrapper._sync_gradients and wrapper._comm_hook is None for wrapper in wrappers)
+
+
+def _wrappers_in_hook(handle: Handle) -> list[Any]:
+    """Return the wrapper to which the runtime's post-backward hook refers; empty: there is no hook."""
     state: Any = getattr(handle.flat_param, "_post_backward_hook_state", (None, None))
     hook: Any = state[-1]
     hook = hook.hooks_dict_ref().get(hook.id) if hasattr(hook, "hooks_dict_ref") else None
     hook = hook._hook if isinstance(hook, _LateHook) else hook
-    wrappers = [arg() if isinstance(arg, weakref.ref) else arg for arg in getattr(hook, "args", ())]
-    return all(getattr(wrapper, "_sync_gradients", True) for wrapper in wrappers)
+    found = [arg() if isinstance(arg, weakref.ref) else arg for arg in getattr(hook, "args", ())]
+    return [wrapper for wrapper in found if hasattr(wrapper, "_sync_gradients")]
 
 
 def _version_of_unsharded_grad(handle: Handle) -> int | None:

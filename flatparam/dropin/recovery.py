@@ -14,7 +14,7 @@ follow control flow, the handle decides by these inputs:
 | ``steps`` | the program steps the optimizers: those that hold a parameter of some unit of the model |
 | ``SUMMON_FULL_PARAMS`` begins | control flow: gathered parameters are gathered again, whatever their values |
 | ``_state`` not at rest when a forward begins | an exception has ended a step; on one rank alone: a time-out |
-| ``_is_compared`` | the first gather of a handle, see comparing.py |
+| ``_is_compared`` | the first gather of a model over this group, see comparing.py |
 | gradients that are None, in ``unshard_grad()`` | an all-reduce |
 
 These are no inputs, as they may differ between ranks: versions, values and addresses of tensors, ``no_grad`` and

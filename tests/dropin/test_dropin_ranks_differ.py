@@ -1,8 +1,10 @@
-"""Ranks whose flat parameters differ are told so by name, all of them, before the first gather.
+"""Ranks whose flat parameters differ are told so by name, all of them, before the first gather and reduction.
 
 torch's handle crashes in it where sizes differ, and trains a mixture where they do not.
 
 Promises:
+- ranks that build other units are told alike under the drop-in with NO_SHARD and between replicas of HYBRID_SHARD, and
+  with every backend that has other ranks; forwards on one rank or replica alone stay possible
 - ranks that build other units are told alike, in the drop-in too, which counts as no collective there
 """
 
@@ -11,11 +13,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import handle_of, note, run_ranks
+from gloo import fake_world, handle_of, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 BF16, FP16 = (MixedPrecision(param_dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -32,6 +35,10 @@ def renamed():
             self.other = self._parameters.pop("weight")
 
     return nn.Sequential(nn.Linear(6, 6), Renamed())
+
+
+def shorter():
+    return nn.Sequential(nn.Linear(6, 6), nn.Flatten())
 
 
 def frozen():
@@ -51,6 +58,7 @@ DIFFERENCES = {  # the second rank's module, and its settings; what both are tol
         {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
         r"reduce_dtype=torch\.float32.*reduce_dtype=torch\.bfloat16",
     ),
+    "fewer": (shorter, {}, r"`weight` .*rank 1 has nothing"),
     "strategy": (net, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, r"FULL_SHARD.*SHARD_GRAD_OP"),
 }
 
@@ -58,6 +66,12 @@ DIFFERENCES = {  # the second rank's module, and its settings; what both are tol
 def wrapped(module, orig, **settings):
     settings = {"auto_wrap_policy": POLICY, "use_orig_params": orig, "device_id": torch.device("cpu"), **settings}
     return FullyShardedDataParallel(module, **settings)
+
+
+NO_SHARD = {  # the forward of each must be possible before the reduction
+    **{name: case for name, case in DIFFERENCES.items() if name not in ("shape", "name", "strategy")},
+    "shape": (lambda: net((6, 5)), {}, r"shape \(4, 6\).*shape \(5, 6\)"),
+}
 
 
 def told(rank, orig):
@@ -87,6 +101,117 @@ def rank_told(orig):
 @pytest.mark.parametrize("orig", [True, False])
 def test_ranks_that_differ_are_told_alike(orig):
     assert all(found == ([*DIFFERENCES], 3) for found in run_ranks(rank_told, 2, orig))
+
+
+def as_with_torch(orig, **settings):
+    """Whether a model that is the same everywhere gets the gradients of torch's handle, after those that differed."""
+    grads = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind):
+            torch.manual_seed(0)
+            model = wrapped(net(), orig, **settings)
+            model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+            grads.append([param.grad.tolist() for param in model.parameters() if param.grad is not None])
+    return grads[0] == grads[1] != []
+
+
+def unsharded(orig):
+    rank = dist.get_rank()
+    with handle_of("flatparam"):
+        for difference, (make, settings, pattern) in NO_SHARD.items():
+            note(difference)
+            torch.manual_seed(0)
+            settings = {"sharding_strategy": ShardingStrategy.NO_SHARD, **(settings if rank else {})}
+            model = wrapped(make() if rank else net(), orig, **settings)
+            x = torch.ones(2, 6, dtype=torch.float64 if rank and difference == "dtype" else torch.float32)
+            if rank:
+                model(x)  # alone: nothing is communicated
+                with model.no_sync():
+                    model(x).sum().backward()
+            for _ in range(2):
+                loss = model(x).sum()
+                with pytest.raises(ValueError, match=rf"different units: rank 0 has .*{pattern}"):
+                    loss.backward()
+    return as_with_torch(orig, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("orig", [True, False])
+def test_ranks_of_unsharded_units_that_differ_are_told_alike(orig):
+    assert all(run_ranks(unsharded, 2, orig))
+
+
+def hooked():
+    """A user's hook may reduce over other ranks, or over none."""
+    with handle_of("flatparam"):
+        model = wrapped(net() if dist.get_rank() else shorter(), True, sharding_strategy=ShardingStrategy.NO_SHARD)
+        model.register_comm_hook(None, lambda state, grad: None)
+        model(torch.ones(2, 6)).sum().backward()
+    return sum(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.multiprocess
+def test_reductions_by_a_users_hook_are_not_compared():
+    assert run_ranks(hooked, 2) == [2, 4]
+
+
+def of_replicas(odd):
+    """Two replicas of two ranks; the ranks ``odd`` build another model."""
+    rank = dist.get_rank()
+    shards, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
+    settings = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "process_group": (shards[rank // 2], replicas[rank % 2]),
+    }
+    differences = ("shape", "dtype", "precision", "reductions", "frozen", "fewer") if len(odd) == 2 else ("precision",)
+    with handle_of("flatparam"):
+        for difference in differences:
+            make, others, pattern = NO_SHARD[difference]
+            pattern = pattern.replace("rank 1", "rank [123]")
+            note(difference)
+            model = wrapped(make() if rank in odd else net(), True, **settings, **(others if rank in odd else {}))
+            x = torch.ones(2, 6, dtype=torch.float64 if rank in odd and difference == "dtype" else torch.float32)
+            if rank >= 2 and len(odd) != 1:
+                with torch.no_grad():
+                    model(x)  # one replica alone
+            for _ in range(2):
+                with pytest.raises(ValueError, match=rf"different units: rank [012] has .*{pattern}"):
+                    model(x).sum().backward()
+            dist.barrier()
+    return len(odd) == 1 or as_with_torch(True, **settings)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("odd", [(2, 3), (3,)])
+def test_replicas_that_differ_are_told_alike(odd):
+    assert all(run_ranks(of_replicas, 4, odd))
+
+
+def in_threads():
+    """torch's "threaded" backend has neither a device's backend nor a wait that can be cut."""
+    dist.destroy_process_group()
+    found = []
+
+    @spawn_threads_and_init_comms(world_size=2)
+    def rank_in_thread(_):
+        settings, pattern = DIFFERENCES["precision"][1:]
+        model = wrapped(net(), True, **(settings if dist.get_rank() else {}))
+        with pytest.raises(ValueError, match=f"different units: rank 0 has .*{pattern}"):
+            model(torch.ones(2, 6))
+        found.append(dist.get_rank())
+
+    with handle_of("flatparam"):
+        rank_in_thread(None)
+    with handle_of("flatparam"), fake_world(2):  # no other ranks
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            wrapped(net(), True, sharding_strategy=strategy)(torch.ones(2, 6)).sum().backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # run_ranks() ends it
+    return sorted(found)
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_other_backends_are_told_alike():
+    assert run_ranks(in_threads, 1) == [[0, 1]]
 
 
 def counted():

@@ -48,6 +48,7 @@ KEPT = {  # what a copy of a handle has of its original
         "_fully_sharded_module",
     ),
     *("_fwd_bwd_param_dtype", "_keep_low_precision_grads", "_low_prec_param_dtype_specified"),
+    *("_replicas", "_replicas_serial"),
     *("_low_prec_reduce_dtype_specified", "_offload_params", "_orig_param_dtype", "_reduce_dtype", "_setattr_param"),
     *("_setattr_tensor", "_sharding_strategy", "_skip_writeback_check", "_use_fake_all_gather", "_use_fake_reduce"),
     *(
