@@ -20,10 +20,9 @@ from .torch_private import _is_fsdp_flattened
 taken = 0
 _changes = 0  # the number of calls of note_change()
 # By optimizer: whether it has parameters of units; the number of its groups and _changes at that time; the runtime's
-# units that have its parameters; the step counts of the drop-in's models
-_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, tuple[int, int], list[weakref.ref[Any]], list[list[int]]]] = (
-    weakref.WeakKeyDictionary()
-)
+# units that have its parameters; the drop-in's handles that do
+_Known = tuple[bool, tuple[int, int], list[weakref.ref[Any]], list[weakref.ref[Any]]]
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `taken` after its last step
 # Parameters that wrapping has replaced: (weak reference to the owner of their values, their name, a function to refuse)
 _taken_out: Any = WeakIdKeyDictionary()
@@ -87,23 +86,30 @@ def note_change() -> None:
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the steps of all optimizers: a step of sharded parameters makes earlier gathers stale."""
     global taken
-    has_some, when, found, counts = _known.get(optimizer, (False, (-1, -1), [], []))
-    if when != (len(optimizer.param_groups), _changes):
-        has_some, found, counts = _look(optimizer)
+    has_some, _, found, _ = _look(optimizer)
     units = [unit for unit in (each() for each in found) if unit is not None]
     _C.note_optimizer_step(*(unit.core for unit in units))
-    for count in counts:
+    for count in {id(handle.steps): handle.steps for handle in handles_of(optimizer)}.values():
         count[0] += 1
     if has_some:
         taken += 1
         _last[optimizer] = taken
 
 
-def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]], list[list[int]]]:
-    """Find the units and step counts of ``optimizer``. Returns them, without the second field, as in ``_known``."""
+def handles_of(optimizer: Optimizer) -> list[Any]:
+    """Return the drop-in's handles that have parameters of ``optimizer``."""
+    return [handle for handle in (each() for each in _look(optimizer)[3]) if handle is not None]
+
+
+def _look(optimizer: Optimizer) -> _Known:
+    """Find the units and handles of ``optimizer``, unless they are known."""
+    known, when = _known.get(optimizer), (len(optimizer.param_groups), _changes)
+    if known is not None and known[1] == when:
+        return known
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_some = any(_is_fsdp_flattened(param) for param in params)
-    found = [weakref.ref(unit) for find in _find_units for unit in find(params)]
-    counts = list({id(handle.steps): handle.steps for find in _find_handles for handle in find(params)}.values())
-    _known[optimizer] = has_some, (len(optimizer.param_groups), _changes), found, counts
-    return has_some, found, counts
+    units, handles = (
+        [weakref.ref(each) for find in finders for each in find(params)] for finders in (_find_units, _find_handles)
+    )
+    _known[optimizer] = has_some, when, units, handles
+    return _known[optimizer]

@@ -100,7 +100,7 @@ _uncounted = [0]  # the count for handles that no runtime has numbered
 
 
 class _Numbered(threading.local):
-    """The root whose handles this thread numbers now: its count of optimizer steps and its handles, which share both."""
+    """The root whose handles this thread numbers now: its count of optimizer steps and its handles. Both are shared."""
 
     def __init__(self) -> None:
         self.steps = _uncounted

@@ -11,21 +11,29 @@ torch's runtime reduces it; this prepares ``flat_param.grad`` before a backward 
 """
 
 import contextlib
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _C
+from ..common import optimizers
 from ..common.collectives import all_gather_single, all_reduce
+from ..common.patches import flat_params_live
 from ..common.tensors import refuse_freed, same_storage
 from ..common.torch_private import HandleTrainingState
-from .base import RESHARD, TORCH_HANDLE, Handle, step_of
+from .base import RESHARD, TORCH_HANDLE, Handle, installed, step_of
 from .post_backward import hook_next_backward, hook_this_backward
 from .recovery import leave_summon
 from .views import loops_in_c
 from .writeback import drop_saved_grad_if_zeroed, give_back_unused_grad, grad_is_unsharded, note_grads_left_by_backward
+
+_TEST = "tests/dropin/test_dropin_steps.py"
 
 # Unsharding, outside of a step
 
@@ -60,6 +68,8 @@ def _gather_grad(handle: Handle) -> None:
     flat_param = handle.flat_param
     handle._check_unsharded(flat_param)
     none_here = flat_param.grad is None
+    if not none_here:
+        refuse_freed(flat_param.grad, handle._about("the gradient"))
     ranks_without = torch.full((1,), int(none_here), dtype=torch.int32, device=handle.device)
     all_reduce(ranks_without, handle.process_group)
     if ranks_without.item() == handle.world_size:
@@ -208,6 +218,42 @@ def sharded_grad(handle: Handle) -> Tensor | None:
     return shown
 
 
+@installed.replace(
+    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_", test=_TEST
+)
+def _checking_gradients(clip: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``clip_grad_norm_`` refuse gradients in memory that a user has freed: reading it crashes the interpreter."""
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for flat_param in (handle.flat_param for handle in self._all_handles):
+            if flat_param.grad is not None:
+                refuse_freed(flat_param.grad, f"the gradient [{', '.join(flat_param._fqns)}]")
+        return clip(self, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+@flat_params_live.register(register_optimizer_step_pre_hook, _TEST)
+def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse to step a sharded unit with a gradient of ``no_sync()``, or with one without memory."""
+    for handle in optimizers.handles_of(optimizer):
+        grad = handle.flat_param.grad
+        if grad is None:
+            continue
+        refuse_freed(grad, handle._about("the gradient"))
+        if not grad_is_unsharded(handle):
+            continue
+        ours = set(map(id, (handle.flat_param, *(handle.flat_param._params or ()))))
+        stepped = (param for group in optimizer.param_groups for param in group["params"] if id(param) in ours)
+        if any(param.grad is not None for param in stepped):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() came after a backward in no_sync(): the gradient of "
+                f"{handle._names()} is not reduced over the {handle.world_size} ranks, and does not fit the shard. Run "
+                "the last backward before step() outside of no_sync()"
+            )
+
+
 # Views
 
 
@@ -257,6 +303,7 @@ def set_sharded_grads(handle: Handle, grad: Tensor | None) -> None:
         clear_grads(handle)
         return
     handle._check_sharded(grad)
+    refuse_freed(grad, handle._about("the gradient"))
     params, mask, infos = flat_param._params, flat_param._is_grad_none_mask, flat_param._shard_param_infos
     in_c = handle._unit is not None and grad.is_contiguous()
     if not in_c or not handle._unit.set_grad_pieces(params, grad, mask, handle._keep_low_precision_grads, infos):
