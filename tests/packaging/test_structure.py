@@ -112,9 +112,10 @@ def test_no_class_is_joined_from_many():
 
 
 STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python
-NO_CALLS = {
-    "flatparam.common.collectives": {"PrefixStore"},
+EXCEPTIONS = {
+    "flatparam.common.collectives": {"PrefixStore"},  # no call
     "flatparam.common.pickling": {"pg_map"},  # for the names of backends
+    "flatparam.dropin.comparing": {"_get_default_store"},  # may not import the runtime; expects each error of its calls
 }
 RAW = re.compile("_get_default_store|pg_map|getStore|(File|Hash|Prefix|TCP)Store")
 
@@ -124,7 +125,7 @@ def test_one_file_calls_stores():
     for name, file in FILES.items():
         nodes = ast.walk(ast.parse(file.read_text()))
         raw = {node.attr for node in nodes if isinstance(node, ast.Attribute) and RAW.fullmatch(node.attr)}
-        allowed = NO_CALLS.get(name, set())
+        allowed = EXCEPTIONS.get(name, set())
         assert name == STORES or raw <= allowed, f"{name} uses {raw}: ask {STORES} for a store"
 
 
