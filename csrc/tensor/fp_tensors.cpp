@@ -547,12 +547,6 @@ fp_torch_free(PyObject *object, const char *reason, int keeps_size)
     });
 }
 
-int64_t
-fp_torch_numel(PyObject *tensor)
-{
-    return fp::guarded(int64_t{-1}, [&] { return fp::unpack(tensor).numel(); });
-}
-
 int
 fp_torch_lacks_memory(PyObject *object)
 {

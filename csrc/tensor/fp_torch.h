@@ -136,7 +136,6 @@ int fp_torch_allocate(PyObject *tensor, int64_t numel);
  * keeps_size, with a reason only: the storage loses its memory and still tells its size. Then views of it can be made, and an
  * access to one raises reason; without the size torch would raise that the view is out of bounds. */
 int fp_torch_free(PyObject *tensor, const char *reason, int keeps_size);
-int64_t fp_torch_numel(PyObject *tensor); /* its elements; -1: error */
 /* 1: a plain tensor's storage has less memory than its elements need; 0, also for any other object; -1. */
 int fp_torch_lacks_memory(PyObject *object);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements for which its storage has memory; -1: error */

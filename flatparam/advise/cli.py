@@ -20,7 +20,7 @@ from flatparam.advise.report import (
 )
 from flatparam.advise.timing import Cluster
 from flatparam.common.parsing import Parser
-from flatparam.inspect.cli import DTYPES, add_settings, drawing
+from flatparam.inspect.cli import DTYPES, add_settings, classes, drawing
 from flatparam.inspect.planning import MOST_RANKS, SUPPORTED, BadInput, load
 
 SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -133,7 +133,7 @@ def _add_tries(made: Parser) -> None:
     add = made.add_argument_group("plans to try").add_argument
     add("--strategies", type=strategies, metavar="NAME,...", help="try these strategies only")
     add("--inner", type=counts, metavar="N,...", help="try inner groups of these sizes only (hybrids)")
-    add("--wrap", metavar="CLASS,...", help="try units of these classes only, not of each repeated class")
+    add("--wrap", type=classes, metavar="CLASS,...", help="try units of these classes only, not of each repeated class")
     default = ",".join(map(str, Question.micro_batches))
     add(
         "--micro-batches",
@@ -163,9 +163,9 @@ def question_of(options: argparse.Namespace) -> Question:
         activations=None if options.activations is None else int(options.activations),
         strategies=options.strategies or tuple(SUPPORTED),
         inner=options.inner or (),
-        wrap=tuple(options.wrap.split(",")) if options.wrap is not None else (),
+        wrap=options.wrap or (),
         micro_batches=tuple(sorted(set(micro_batches))),
-        param_dtype=None if options.param_dtype is None else DTYPES[options.param_dtype],
+        param_dtype=DTYPES.get(options.param_dtype),
         optimizer=options.optimizer,
         segments=options.segments,
     )

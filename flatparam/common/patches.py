@@ -19,11 +19,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import update_wrapper
+from dataclasses import dataclass, field
+from functools import cached_property, update_wrapper
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .. import _C
 
@@ -109,27 +110,27 @@ class Lifetime:
         ``install(runtime=True)`` lets its name mean ours; ``everywhere``: replace each name under which a module has
         imported the function; ``outermost``: ``renew()`` puts a further replacement around another library's.
         """
-        return self._declare(
-            targets, test, lambda make: _Replacement(targets, make, owner, everywhere=everywhere, outermost=outermost)
-        )
+        settings: dict[str, Any] = {"owner": owner, "everywhere": everywhere, "outermost": outermost}
+        return self._declare(targets, test, lambda new: _Replacement(targets, new=new, **settings))
 
     def add(self, target: str, test: str, owner: type | None = None) -> Callable[[F], F]:
         """Declare that ``target`` becomes the decorated function, also where it is inherited or missing."""
-        return self._declare([target], test, lambda ours: _Replacement([target], lambda _: ours, owner, adds=True))
+        settings: dict[str, Any] = {"owner": owner, "adds": True}
+        return self._declare([target], test, lambda ours: _Replacement([target], new=lambda _: ours, **settings))
 
     def change(self, *targets: str, test: str) -> Callable[[F], F]:
         """Declare a generator that makes a change, yields once, and undoes it. It waits for the targets' modules."""
-        return self._declare(targets, test, lambda steps: _Steps(targets, steps))
+        return self._declare(targets, test, lambda steps: _Steps(targets, steps=steps))
 
     def register(
-        self, register: Callable[..., Any], test: str, count: Callable[[int], Any] | None = None
+        self, register: Callable[..., Any], test: str, count: Callable[[int], Any] = lambda more: None
     ) -> Callable[[F], F]:
         """Declare that the decorated function is a global hook, which torch's function ``register`` registers.
 
         ``count``: is called with 1 once it is registered, and with -1 before it is removed.
         """
         targets = [f"{register.__module__}:{register.__name__}"]
-        return self._declare(targets, test, lambda hook: _Hook(targets, register, hook, count))
+        return self._declare(targets, test, lambda hook: _Hook(targets, register=register, hook=hook, count=count))
 
     def settle(self) -> None:
         """Make or undo the changes. Only ``_settle()`` calls this."""
@@ -174,16 +175,20 @@ def _names_in(module: ModuleType, thing: object) -> list[str]:
     return [name for name, value in list(vars(module).items()) if value is thing]
 
 
+@dataclass(eq=False)
 class _Change:
     """A change that can be made and undone any number of times."""
 
-    undo = ""  # in words
-    is_made = False
-    outermost = False
-    pairs: Sequence[tuple[Any, Any]] = ()  # (original, ours), each that was ever made
+    targets: Sequence[str]
+    is_made: bool = field(default=False, init=False)
+    outermost: bool = False
+    pairs: list[tuple[Any, Any]] = field(default_factory=list, init=False)  # (original, ours), each ever made
+    undo: ClassVar[str] = ""  # in words
 
-    def __init__(self, targets: Sequence[str]) -> None:
-        self.modules = {target.partition(":")[0] for target in targets}  # they must be imported before
+    @cached_property
+    def modules(self) -> set[str]:
+        """The modules that must be imported before."""
+        return {target.partition(":")[0] for target in self.targets}
 
     def make(self) -> None:
         raise NotImplementedError
@@ -196,25 +201,17 @@ class _Change:
 Place = tuple[Any, str]  # an object, and the name of its attribute
 
 
+@dataclass(eq=False, kw_only=True)
 class _Replacement(_Change):
     """Attributes that are replaced."""
 
+    new: Callable[[Any], Any]
+    owner: type | None
+    everywhere: bool = False
+    adds: bool = False
+    # Where ours is, perhaps below another library's
+    _put: dict[tuple[int, str], tuple[Place, Any]] = field(default_factory=dict, init=False)
     undo = "The original is put back, unless another library has replaced ours."
-
-    def __init__(
-        self,
-        targets: Sequence[str],
-        new: Callable[[Any], Any],
-        owner: type | None,
-        everywhere: bool = False,
-        outermost: bool = False,
-        adds: bool = False,
-    ) -> None:
-        super().__init__(targets)
-        self._targets, self._new, self._owner, self._adds = targets, new, owner, adds
-        self._everywhere, self.outermost = everywhere, outermost
-        self.pairs: list[tuple[Any, Any]] = []
-        self._put: dict[tuple[int, str], tuple[Place, Any]] = {}  # where ours is, perhaps below another library's
 
     def make(self) -> None:
         for place in self._places():
@@ -240,16 +237,16 @@ class _Replacement(_Change):
     def _places(self) -> list[Place]:
         """Return where the function is now, without the places that this torch lacks."""
         places: list[Place] = []
-        for target in self._targets:
+        for target in self.targets:
             module, _, path = target.partition(":")
             *classes, name = path.split(".")
             owner: Any = sys.modules[module]
             for part in classes:
                 owner = getattr(owner, part, None)
-            owner = self._owner or owner
-            if owner is not None and (self._adds or hasattr(owner, name)):
+            owner = self.owner or owner
+            if owner is not None and (self.adds or hasattr(owner, name)):
                 places.append((owner, name))
-        if not self._everywhere or not places:
+        if not self.everywhere or not places:
             return places
         function: Any = getattr(*places[0])
         inner = getattr(function, "__wrapped__", _ABSENT)  # the same one under all names, if the function is decorated
@@ -263,8 +260,8 @@ class _Replacement(_Change):
                 return ours
         kind = type(now) if isinstance(now, staticmethod | classmethod) else None
         function = now.__func__ if kind is not None else getattr(*place, None) if now is _ABSENT else now
-        ours = self._new(function)
-        if isinstance(ours, FunctionType) and not self._adds:
+        ours = self.new(function)
+        if isinstance(ours, FunctionType) and not self.adds:
             update_wrapper(ours, function or ours)
         ours = ours if kind is None else kind(ours)
         self.pairs.append((now, ours))
@@ -293,49 +290,41 @@ def _rebind(pairs: Sequence[tuple[Any, Any]], modules: Sequence[str]) -> None:
                 setattr(module, name, originals[id(value)])
 
 
+@dataclass(eq=False, kw_only=True)
 class _Hook(_Change):
     """A global hook of torch."""
 
+    register: Callable[..., Any]
+    hook: Callable[..., Any]
+    count: Callable[[int], Any]
+    _handle: Any = None
     undo = "The hook is removed."
 
-    def __init__(
-        self,
-        targets: Sequence[str],
-        register: Callable[..., Any],
-        hook: Callable[..., Any],
-        count: Callable[[int], Any] | None,
-    ) -> None:
-        super().__init__(targets)
-        self._register, self._hook, self._count = register, hook, count or (lambda more: None)
-        self._handle: Any = None
-
     def make(self) -> None:
-        self._handle = self._register(self._hook)
-        self._count(1)
+        self._handle = self.register(self.hook)
+        self.count(1)
 
     def take_back(self) -> bool:
         hooks = self._handle.hooks_dict_ref()
         (module,) = self.modules
         name = _names_in(sys.modules[module], hooks)[0]
-        self._count(-1)
+        self.count(-1)
         is_removed = _C.remove_unless_read(hooks, self._handle.id, name)
         if not is_removed:
-            self._count(1)
+            self.count(1)
         return is_removed
 
 
+@dataclass(eq=False, kw_only=True)
 class _Steps(_Change):
     """A change that a generator makes and undoes."""
 
+    steps: Callable[[], Iterator[None]]
+    _under_way: Any = None
     undo = "It is undone in steps."
 
-    def __init__(self, targets: Sequence[str], steps: Callable[[], Iterator[None]]) -> None:
-        super().__init__(targets)
-        self._steps = steps
-        self._under_way: Iterator[None] = iter(())
-
     def make(self) -> None:
-        self._under_way = self._steps()
+        self._under_way = self.steps()
         next(self._under_way)
 
     def take_back(self) -> bool:

@@ -382,12 +382,20 @@ def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None, value: f
 
 def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
     """Make the C object that loops over the original parameters of ``flat_param``, laid out as in ``layout``."""
-    infos = flat_param._param_infos
-    places = zip(infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, layout.offsets, strict=True)
-    parameters = [
-        (module, name, shape, None if contiguous else stride, start)
-        for (name, module, _), shape, stride, contiguous, start in places
-    ]
+    return _C.ModuleParams(*places_of(flat_param, layout.offsets), layout.numel)
+
+
+def places_of(flat_param: Any, offsets: Iterable[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what C reads of the original parameters, at ``offsets`` in the flat one, and of their further names.
+
+    They are (module, name, shape, strides if not contiguous, offset), and (module, name, index of the parameter).
+    """
+    infos, shapes, contiguities = flat_param._param_infos, flat_param._shapes, flat_param._contiguities
+    strides = [None if so else stride for so, stride in zip(contiguities, flat_param._strides, strict=True)]
     shared = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
-    further = [(info.module, info.param_name, i) for info, i in shared]
-    return _C.ModuleParams(parameters, further, layout.numel)
+    return (
+        tuple(
+            (info.module, info.param_name, *rest) for info, *rest in zip(infos, shapes, strides, offsets, strict=True)
+        ),
+        tuple((info.module, info.param_name, i) for info, i in shared),
+    )

@@ -26,7 +26,7 @@ from .comparing import check_before_gather, check_before_reduction
 from .gradients import clear_grads, show_grads_after_forward
 from .post_backward import let_model_go_without_backward, note_accumulator
 from .recovery import leave_memory, leave_summon, note_left_gathered
-from .views import SETATTR_IN_C, is_unsafe, point_at
+from .views import SETATTR_IN_C, point_at, use_views_of
 from .writeback import note_grads_left_by_backward
 
 fast_path_is_on = os.environ.get("FLATPARAM_FUSED", "1") != "0"  # off: tests compare the fast path with the steps
@@ -319,14 +319,9 @@ def _unshard_fused(handle: Handle) -> bool:
         flat_param.data = padded[: flat_param._unpadded_unsharded_size.numel()]
         return True
     tensors = flat_param._tensors if orig else []
-    listed = orig and in_forward
-    views = handle._unit.use_unsharded(flat_param, padded, tensors, not in_forward, listed, is_unsafe(handle))
-    if views is None:
+    if not use_views_of(handle, padded, tensors, not in_forward, orig and in_forward):
         handle._use_unsharded_flat_param(padded)
-        return True
-    if in_forward:
-        if orig:
-            flat_param._tensors[:] = views
+    elif in_forward:
         note_accumulator(handle)
     return True
 

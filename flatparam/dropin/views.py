@@ -143,11 +143,20 @@ def _use_unsharded_tensors(handle: Handle) -> None:
     # In backward use the forward's tensors: autograd's graph and the post-backward hook are on them. Not for
     # NO_SHARD: old views would keep memory that the flat parameter has left
     last = tensors if again or handle.uses_sharded_strategy else None
-    views = handle._unit.use_unsharded(flat_param, flat_param, last, again, listed, is_unsafe(handle))
-    if views is None:
+    if not use_views_of(handle, flat_param, last, again, listed):
         _use_unsharded_views_as_torch(handle, as_params=False)
-    elif listed:
+
+
+def use_views_of(handle: Handle, padded: Tensor, last: list[Tensor] | None, again: bool, listed: bool) -> bool:
+    """Let the modules have views of ``padded``, the unsharded data. False, and nothing is changed: C cannot.
+
+    ``last``: earlier views, to be used if ``again``, or if they fit. ``listed``: note the views in ``_tensors``.
+    """
+    flat_param = handle.flat_param
+    views = handle._unit.use_unsharded(flat_param, padded, last, again, listed, is_unsafe(handle))
+    if views is not None and listed:
         flat_param._tensors[:] = views
+    return views is not None
 
 
 @step_of(STREAM)

@@ -29,7 +29,19 @@ __all__ += ["FullStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig
 __all__ += ["FullOptimStateDictConfig", "LocalOptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig"]
 
 
-class ShardingStrategy(Enum):
+class EqualByName(Enum):
+    """An enum whose members equal those with their names of any enum with its class's name: torch's, a reference's."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Enum) and type(other).__name__ == type(self).__name__ and other._name_ == self._name_
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._name_)
+
+
+class ShardingStrategy(EqualByName):
     """How a unit is sharded over ranks. Each member is a row of the table in ``placement.py``.
 
     A member equals the member of torch's enum with the same name, and either is accepted as an argument. torch has no
@@ -44,12 +56,6 @@ class ShardingStrategy(Enum):
     ZERO_1 = auto()
     LAYER_ZERO = auto()
     LAYER_ZERO_NESTED = auto()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Enum) and type(other).__name__ == "ShardingStrategy" and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     @classmethod
     def of(cls, value: Any) -> "ShardingStrategy":

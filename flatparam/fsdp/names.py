@@ -24,7 +24,7 @@ def clean_tensor_name(name: str) -> str:
 
 def without_wrappers(path: str) -> str:
     """Return a module's path as in state dicts: without the parts that units and checkpoint wrappers add."""
-    return f"{path}.".replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "").rstrip(".")
+    return clean_tensor_name(path + ".").rstrip(".")
 
 
 def bare_names(module: nn.Module) -> Callable[[str], str]:
@@ -35,14 +35,14 @@ def bare_names(module: nn.Module) -> Callable[[str], str]:
     """
     inside: set[str] = set()  # paths whose last part is left out of bare names
     for path, inner in module.named_modules(remove_duplicate=False):
-        clean = _clean_path(path)
+        clean = without_wrappers(path)
         if isinstance(inner, DistributedDataParallel):
             inside.add(join(clean, "module"))
         elif type(inner).__name__ == "OptimizedModule":  # the import of this class takes seconds
             inside.add(join(clean, "_orig_mod"))
 
     def bare(name: str) -> str:
-        name = _clean_path(name)
+        name = without_wrappers(name)
         if not inside:
             return name
         parts, path = [], ""
@@ -53,10 +53,6 @@ def bare_names(module: nn.Module) -> Callable[[str], str]:
         return ".".join(parts)
 
     return bare
-
-
-def _clean_path(path: str) -> str:
-    return clean_tensor_name(path + ".").rstrip(".")
 
 
 def without_units(name: str) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def add_settings(add: Callable[..., object]) -> None:
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
 
 
+def classes(text: str) -> tuple[str, ...]:
+    """Parse names of classes, separated by commas."""
+    return tuple(text.split(","))
+
+
 def parser() -> Parser:
     made = Parser(
         prog="python -m flatparam inspect",
@@ -48,7 +54,7 @@ def parser() -> Parser:
     add("--shard-size", type=int, metavar="N", help="hybrids: ranks that share a parameter, say those of a host")
     units = made.add_mutually_exclusive_group()
     units.add_argument(
-        "--wrap", metavar="CLASS[,CLASS...]", help="modules of these classes are units (ModuleWrapPolicy)"
+        "--wrap", type=classes, metavar="CLASS[,CLASS...]", help="modules of these classes are units (ModuleWrapPolicy)"
     )
     units.add_argument(
         "--min-params", type=int, metavar="N", help="units of N parameters (size_based_auto_wrap_policy)"
@@ -81,20 +87,13 @@ def drawing(command: str, option: str) -> Any:
 
 def inspect(options: argparse.Namespace) -> tuple[str, int]:
     """Return the text to print and the exit status; write the files of the options. Raises: BadInput, OSError."""
-    settings = Settings(
-        world_size=options.world_size,
-        strategy=SUPPORTED[options.strategy],
-        shard_size=options.shard_size,
-        wrap=tuple(options.wrap.split(",")) if options.wrap is not None else (),
-        min_params=options.min_params,
-        param_dtype=None if options.param_dtype is None else DTYPES[options.param_dtype],
-        optimizer=options.optimizer,
-        use_orig_params=options.use_orig_params,
-        segments=options.segments,
-        shard_alignment=options.shard_alignment,
-        atomic_rows=options.atomic_rows,
-        prefetch=not options.no_prefetch,
-    )
+    given = vars(options) | {
+        "strategy": SUPPORTED[options.strategy],
+        "wrap": options.wrap or (),
+        "param_dtype": DTYPES.get(options.param_dtype),
+        "prefetch": not options.no_prefetch,
+    }
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     module = load(options.factory)
     units = units_of(module, settings)
     plan = plan_of(units, settings)

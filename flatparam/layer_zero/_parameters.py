@@ -28,8 +28,8 @@ from .. import _C
 from ..common import optimizers
 from ..common.collectives import gathering, is_sliced, name_in_cpp
 from ..common.tensors import allocate, pinned
+from ..dropin.flatten import places_of
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..dropin.views import primaries
 from ..fsdp.desync import checked_collectives
 from ..fsdp.desync.torch_collectives import WATCHED
 from ..fsdp.desync.trace import TRANSPORT
@@ -127,21 +127,11 @@ class Parameters(Sums):
     def _spec(self) -> FlatParamSpec:
         """Return the description of the flat parameter for the runtime's unit."""
         flat_param, ranks = self.flat_param, self.zero1_world_size
-        places = zip(
-            flat_param._param_infos,
-            flat_param._shapes,
-            flat_param._strides,
-            flat_param._contiguities,
-            flat_param._shard_param_infos,
-            strict=True,
-        )
-        further = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
+        offsets = (piece.flat_param_start_idx for piece in flat_param._shard_param_infos)
+        entries, shared = places_of(flat_param, offsets)
         return FlatParamSpec(
-            entries=tuple(
-                (module, name, shape, None if contiguous else stride, piece.flat_param_start_idx)
-                for (name, module, _), shape, stride, contiguous, piece in places
-            ),
-            shared=tuple((info.module, info.param_name, i) for info, i in further),
+            entries=entries,
+            shared=shared,
             shard=flat_param._zero1_shard,
             params=tuple(flat_param._params),
             pieces=tuple(

@@ -64,27 +64,18 @@ class FlatParamHandle(Gradients):
         offload_grads: bool = False,
     ) -> None:
         params = list(params)
-        self.initialize(
-            params,
-            zero3_module,
-            device,
-            mp_param_dtype,
-            mp_reduce_dtype,
-            zero3_process_group,
-            zero1_process_group,
-            offload_grads,
-        )
+        dtypes, groups = (mp_param_dtype, mp_reduce_dtype), (zero3_process_group, zero1_process_group)
+        self.initialize(params, zero3_module, device, *dtypes, *groups, offload_grads)
         FlatParam.__init__(
             self._flat,
             params,
             zero3_module,
             self.device,
             HandleShardingStrategy.FULL_SHARD,
-            offload_params=False,
-            mp_param_dtype=mp_param_dtype,
-            mp_reduce_dtype=mp_reduce_dtype,
-            keep_low_precision_grads=False,
-            process_group=zero1_process_group,
+            False,  # offload_params
+            *dtypes,
+            False,  # keep_low_precision_grads
+            zero1_process_group,
             use_orig_params=True,
         )
         self.flat_param = self._flat.flat_param

@@ -1,12 +1,14 @@
 """The states of a LayerZero handle, and the conversion from torch's and the reference's enums."""
 
-from enum import Enum, auto
+from enum import auto
 from typing import Any
+
+from ..fsdp.api import EqualByName
 
 _ENUM = "HandleTrainingState"
 
 
-class HandleTrainingState(Enum):
+class HandleTrainingState(EqualByName):
     """torch's states of a handle, and SYNC_PARAMS: gathering changed masters outside of a forward.
 
     A member equals a member with its name of any enum with this class's name: torch's and the reference's.
@@ -18,14 +20,6 @@ class HandleTrainingState(Enum):
     BACKWARD_POST = auto()
     SUMMON_FULL_PARAMS = auto()
     SYNC_PARAMS = auto()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Enum) and type(other).__name__ == _ENUM and other._name_ == self._name_
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._name_)
 
 
 IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS = HandleTrainingState

@@ -294,7 +294,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         agree_on_rows("load_state_dict", [unit], _checked_rows(rows, state_dict))
     _make_whole(state_dict, rows)
     on_host = unit.options.device is not None  # the shards lie on the host
-    loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
+    loading = module._loading = Summoned(unit=unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
     loading.enter()
     module._watched = _Watched(unit, params, own, state_dict)

@@ -123,6 +123,7 @@ class _Full:
     shard: Tensor | None = None  # the data of the flat parameter, which shows the whole now
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Summoned:
     """The full parameters of one unit, from ``enter`` to ``leave``.
 
@@ -135,23 +136,18 @@ class Summoned:
     ``enter`` and ``leave`` run in the thread of the program. An exception in ``enter`` leaves the unit as before.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        *,
-        writeback: bool,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-        loads: bool = False,
-    ):
-        self.unit = unit
-        self.writeback = writeback
-        self.shown = not rank0_only or unit.options.placement.rank == 0
-        self.offload_to_cpu = offload_to_cpu and not any(flat_param.has_forms for flat_param in unit.flat_params)
-        self.with_grads = with_grads
+    unit: Unit
+    writeback: bool
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+    loads: bool = False
+
+    def __post_init__(self) -> None:
+        unit = self.unit
+        self.shown = not self.rank0_only or unit.options.placement.rank == 0
+        self.offload_to_cpu &= not any(flat_param.has_forms for flat_param in unit.flat_params)
         self._fulls: list[_Full] = []  # one a flat parameter; none on a rank that shows nothing
-        self.loads = loads
         self.missing: list[ParamInfo] = []  # parameters without a value in the state dict that is loaded
         self._made: dict[str, nn.Parameter] = {}  # FQN -> a Parameter made here, which modules show for the original
         # The user's writes that are not in the gathered tensors yet: (target there, new values); and other Parameter
@@ -507,7 +503,7 @@ class _Summoning:
         )
         with checked_collectives.telling(lambda: units):
             for unit in units:
-                self._states.append(Summoned(unit, **self._flags))
+                self._states.append(Summoned(unit=unit, **self._flags))
                 self._states[-1].enter()
         self._are_all_there = True
 

@@ -29,7 +29,7 @@ from ..desync.checked_collectives import come_back, tell_trouble, trace_of, trou
 from ..desync.trace import GroupTrace
 from ..desync.unit_ids import id_of
 from ..errors import StateError
-from ..names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
+from ..names import FSDP_WRAPPED_MODULE, join, without_units, without_wrappers
 from ..sharding.placement import is_grid
 from ..sharding.pytrees import cast_floats, find_tensors, move_tensors
 from ..states.model import end_loading
@@ -216,7 +216,7 @@ def lazy_init(wrapper: Wrapper) -> None:
         shared.always_python()
     paths = {id(inner): path for path, inner in root.named_modules()}
     for each in reversed(wrappers):  # the root last, so that its next forward tries again if this fails
-        path = clean_tensor_name(paths[id(each)] + ".").rstrip(".")
+        path = without_wrappers(paths[id(each)])
         where = f" at `{path}`" if path else ""
         each._unit.rename(f"the unit of {type(each.module).__name__}{where}")
         if each._unit.mismatched:
