@@ -94,9 +94,7 @@ board_look(board_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     double waited;
     int processes;
-    if (fp_read_args("look", args, nargs, "db", &waited, &processes) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("look", args, nargs, "db", &waited, &processes));
     return fp_bool_unless(fp_board_look(self->board, waited, processes));
 }
 
@@ -151,9 +149,7 @@ board_watch(board_object *self, PyObject *args, PyObject *kwargs)
     if (trace == NULL) {
         return NULL;
     }
-    if (fp_as_int64_array(ranks, &numbers, &watched.n) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_as_int64_array(ranks, &numbers, &watched.n));
     watched.ranks = numbers;
     const int found = fp_watch(self->board, trace, &watched);
     fp_free(numbers);

@@ -22,9 +22,7 @@ static PyObject *
 held(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *infos = NULL, *columns = NULL, *result = NULL; /* owned */
-    if (fp_check_nargs_between("held", nargs, 1, PY_SSIZE_T_MAX) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs_between("held", nargs, 1, PY_SSIZE_T_MAX));
     infos = PySequence_Tuple(args[0]);
     columns = infos == NULL ? NULL : PyTuple_New(nargs);
     for (Py_ssize_t f = 0; columns != NULL && f < nargs; f++) {
@@ -92,12 +90,8 @@ fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int64_t begin, end;
     size_t count;
 
-    if (fp_read_args("boxes_of_range", args, nargs, "Oii", &begin, &end) < 0) {
-        return NULL;
-    }
-    if (fp_as_int64_array(args[0], &shape, &ndim) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("boxes_of_range", args, nargs, "Oii", &begin, &end));
+    FP_TRY_NULL(fp_as_int64_array(args[0], &shape, &ndim));
     if (ndim > FP_MAX_DIMS) {
         fp_fail(module, FP_EINVAL, "expected a shape of at most %d dimensions, got %zd", FP_MAX_DIMS, ndim);
         goto done;
@@ -122,9 +116,7 @@ static PyObject *
 write_report(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t rank, step, event;
-    if (fp_read_args("write_report", args, nargs, "iiiO", &rank, &step, &event) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("write_report", args, nargs, "iiiO", &rank, &step, &event));
     if (rank < 0 || step < 0 || event < 0) {
         return PyErr_Format(PyExc_ValueError, "expected rank, step and event of at least 0");
     }

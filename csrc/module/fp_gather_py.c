@@ -36,9 +36,7 @@ gather_dealloc(PyObject *self)
 static PyObject *
 gather_begin(gather_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("begin", nargs, 2) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("begin", nargs, 2));
     return fp_none_unless(fp_gather_begin(self->gather, args[0], args[1]));
 }
 

@@ -70,9 +70,7 @@ static PyObject *
 remove_unless_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    if (fp_check_nargs("remove_unless_read", nargs, 3) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("remove_unless_read", nargs, 3));
     if (!PyDict_Check(args[0]) && !PyList_Check(args[0])) {
         PyErr_Format(PyExc_TypeError, "expected a dictionary or a list, got %.200s", Py_TYPE(args[0])->tp_name);
         return NULL;

@@ -137,9 +137,7 @@ static PyObject *
 layout_shard_range(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t rank, range[2];
-    if (fp_read_args("shard_range", args, nargs, "i", &rank) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("shard_range", args, nargs, "i", &rank));
     const fp_status found = fp_layout_shard_range(&self->layout, rank, &range[0], &range[1]);
     const int status = fp_fail(module_of(Py_TYPE(self)), found, "expected 0 <= rank < %lld, got %lld",
                                (long long)self->layout.world_size, (long long)rank);
@@ -151,9 +149,7 @@ layout_params_in(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t begin, end;
     size_t first, last;
-    if (as_range(self, "params_in", args, nargs, &begin, &end) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(as_range(self, "params_in", args, nargs, &begin, &end));
     fp_layout_params_in(&self->layout, begin, end, &first, &last);
     return PyObject_CallFunction((PyObject *)&PyRange_Type, "nn", (Py_ssize_t)first, (Py_ssize_t)last);
 }
@@ -163,9 +159,7 @@ layout_parts(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t begin, end;
     size_t first, last;
-    if (as_range(self, "parts", args, nargs, &begin, &end) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(as_range(self, "parts", args, nargs, &begin, &end));
     fp_layout_params_in(&self->layout, begin, end, &first, &last);
     PyObject *parts = PyList_New((Py_ssize_t)(last - first));
     if (parts == NULL) {
@@ -189,12 +183,8 @@ layout_flatten(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
     const fp_layout *layout = &self->layout;
     int64_t begin, end;
     double fill;
-    if (fp_read_args("flatten", args, nargs, "OdOO", &fill) < 0) {
-        return NULL;
-    }
-    if (as_range(self, "flatten", args + 2, 2, &begin, &end) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("flatten", args, nargs, "OdOO", &fill));
+    FP_TRY_NULL(as_range(self, "flatten", args + 2, 2, &begin, &end));
     if (end > layout->padded_numel) {
         fp_fail(module_of(Py_TYPE(self)), FP_EINVAL, "expected a range in %lld elements, got end %lld",
                 (long long)layout->padded_numel, (long long)end);

@@ -249,9 +249,7 @@ static PyObject *
 module_params_register_tensors(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int listed, unsafe;
-    if (fp_read_args("register_tensors", args, nargs, "Obb", &listed, &unsafe) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("register_tensors", args, nargs, "Obb", &listed, &unsafe));
     PyObject *tensors = fp_as_tuple(args[0], table->n, "tensors");
     if (tensors == NULL) {
         return NULL;
@@ -266,9 +264,7 @@ static PyObject *
 module_params_register_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int unsafe;
-    if (fp_read_args("register_parameters", args, nargs, "OOb", &unsafe) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("register_parameters", args, nargs, "OOb", &unsafe));
     PyObject *given = read_given(table, args[0], args[1]);
     const int status = given == NULL ? -1 : register_given(table, given, unsafe);
     Py_XDECREF(given);
@@ -297,9 +293,7 @@ static PyObject *
 module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int unsafe, plain = 0, status = -1;
-    if (fp_read_args("use_parameters", args, nargs, "OOOb", &unsafe) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("use_parameters", args, nargs, "OOOb", &unsafe));
     PyObject *given = read_given(table, args[1], args[2]);
     if (given != NULL) {
         plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
@@ -321,9 +315,7 @@ module_params_use_unsharded(fp_module_params *table, PyObject *const *args, Py_s
     PyObject *tensors = NULL, *result = NULL; /* owned, as views */
     PyObject **views = NULL;
     int again, listed, unsafe, shown_already = 0;
-    if (fp_read_args("use_unsharded", args, nargs, "OOObbb", &again, &listed, &unsafe) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("use_unsharded", args, nargs, "OOObbb", &again, &listed, &unsafe));
     if (args[2] != Py_None && !PyList_Check(args[2])) {
         return PyErr_Format(PyExc_TypeError, "expected the views as a list or None, got %.200s",
                             Py_TYPE(args[2])->tp_name);
@@ -370,9 +362,7 @@ static PyObject *
 module_params_use_sharded(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
     int unsafe, plain = 0, status = -1;
-    if (fp_read_args("use_sharded", args, nargs, "OOOOOb", &unsafe) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("use_sharded", args, nargs, "OOOOOb", &unsafe));
     PyObject *given = read_given(table, args[2], args[3]);
     fp_pieces *pieces = given == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[4]);
     if (pieces != NULL) {
@@ -401,9 +391,7 @@ module_params_scan(fp_module_params *table, PyObject *const *args, Py_ssize_t na
     PyObject *params = NULL, *found = NULL; /* owned */
     PyObject **values = NULL;
     char *selected = NULL; /* first: 1 if the parameter is in the shard; then: 1 if it needs a writeback */
-    if (fp_check_nargs("scan", nargs, 4) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("scan", nargs, 4));
     fp_pieces *pieces = fp_pieces_of(&table->last, table->n, args[3]);
     if (pieces == NULL) {
         return NULL;
@@ -479,9 +467,7 @@ module_params_set_grad_pieces(fp_module_params *table, PyObject *const *args, Py
     char *none = NULL;
     fp_pieces *pieces = NULL;
     int by_data, status = -1;
-    if (fp_read_args("set_grad_pieces", args, nargs, "OOObO", &by_data) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("set_grad_pieces", args, nargs, "OOObO", &by_data));
     params = fp_as_tuple(args[0], table->n, "parameters");
     mask = params == NULL ? NULL : fp_as_tuple(args[2], table->n, "mask entries");
     none = mask == NULL ? NULL : fp_new_array(table->n, 1);

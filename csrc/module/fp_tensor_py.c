@@ -24,9 +24,7 @@ static PyObject *
 allocate(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t numel;
-    if (fp_read_args("allocate", args, nargs, "Oi", &numel) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("allocate", args, nargs, "Oi", &numel));
     const int status = fp_torch_allocate(args[0], numel);
     return status == 2 ? Py_NewRef(Py_None) : fp_bool_unless(status);
 }
@@ -35,9 +33,7 @@ static PyObject *
 free_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *reason = NULL;
-    if (fp_check_nargs_between("free", nargs, 1, 3) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs_between("free", nargs, 1, 3));
     if (nargs > 1 && args[1] != Py_None) {
         reason = fp_as_text(args[1]); /* owned */
         if (reason == NULL) {
@@ -81,9 +77,7 @@ digest(PyObject *module, PyObject *tensor)
 static PyObject *
 same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("same_storage", nargs, 2) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("same_storage", nargs, 2));
     return fp_bool_unless(fp_torch_same_storage(args[0], args[1]));
 }
 
@@ -159,9 +153,7 @@ grad_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     double order;
     int in_fp64;
-    if (fp_read_args("grad_norm", args, nargs, "OdbO", &order, &in_fp64) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("grad_norm", args, nargs, "OdbO", &order, &in_fp64));
     PyObject *items = PySequence_Tuple(args[0]);
     PyObject *norm =
         items == NULL ? NULL : fp_gradients_norm(fp_items(items), PyTuple_GET_SIZE(items), order, in_fp64, args[3]);
@@ -173,9 +165,7 @@ static PyObject *
 clip_grads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     double root, max_norm;
-    if (fp_read_args("clip_grads", args, nargs, "OOdd", &root, &max_norm) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("clip_grads", args, nargs, "OOdd", &root, &max_norm));
     PyObject *items = PySequence_Tuple(args[0]);
     PyObject *norm =
         items == NULL ? NULL : fp_gradients_clip(fp_items(items), PyTuple_GET_SIZE(items), args[1], root, max_norm);
@@ -187,9 +177,7 @@ static PyObject *
 convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int accumulate;
-    if (fp_read_args("convert", args, nargs, "OOb", &accumulate) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("convert", args, nargs, "OOb", &accumulate));
     return fp_none_unless(fp_torch_convert(args[0], args[1], accumulate));
 }
 
@@ -237,9 +225,7 @@ unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     if (nargs < 1) {
         return PyErr_Format(PyExc_TypeError, "unseen_by_checkpoints() expected a callable and its arguments");
     }
-    if (fp_hide_checkpoints(&hidden) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_hide_checkpoints(&hidden));
     PyObject *result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, names);
     fp_show_checkpoints(hidden);
     return result;
@@ -248,9 +234,7 @@ unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 static PyObject *
 note_accumulator(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("note_accumulator", nargs, 2) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("note_accumulator", nargs, 2));
     return fp_graph_note_accumulator(args[0], args[1]);
 }
 

@@ -55,12 +55,14 @@ fp_free_object(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Return -1 from this function if call gives less than 0: it has set an exception. One call, one check: a call with an effect
- * is no part of a longer condition. */
-#define FP_TRY(call)                                                                                                   \
+/* Return -1, or NULL, from this function if call gives less than 0: it has set an exception. One call, one check: a call with
+ * an effect is no part of a longer condition. */
+#define FP_TRY(call) FP_TRY_ELSE(-1, call)
+#define FP_TRY_NULL(call) FP_TRY_ELSE(NULL, call)
+#define FP_TRY_ELSE(result, call)                                                                                      \
     do {                                                                                                               \
         if ((call) < 0) {                                                                                              \
-            return -1;                                                                                                 \
+            return result;                                                                                             \
         }                                                                                                              \
     } while (0)
 

@@ -6,7 +6,6 @@
 
 #if PY_VERSION_HEX < 0x030C0000
 #include <structmember.h>
-#define Py_T_BOOL T_BOOL
 #define Py_T_INT T_INT
 #define Py_T_LONGLONG T_LONGLONG
 #define _Py_T_OBJECT T_OBJECT

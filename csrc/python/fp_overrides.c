@@ -44,9 +44,7 @@ class_as_defined(fp_module_state *state, PyTypeObject *type, PyObject *own)
 static PyObject *
 is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("is_as_defined", nargs, 3) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("is_as_defined", nargs, 3));
     if (!PyDict_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])) {
         return PyErr_Format(PyExc_TypeError,
                             "expected a dict of attributes and a tuple of names, got %.200s and %.200s",

@@ -381,22 +381,15 @@ fp_backward_watch(const fp_unit *unit)
 static int
 reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
 {
-    if (!fp_root_synchronizes(unit->root)) {
-        if (!fp_flat_buffer_has_unreduced(flat_param->flat)) {
-            return 0;
-        }
-        FP_TRY(fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_INNER));
-        return fp_reduction_finish(unit, flat_param);
+    const int all = fp_root_synchronizes(unit->root);
+    if (all && fp_flat_buffer_has_accumulated(flat_param->flat)) {
+        FP_TRY(fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name))); /* it may drop the gradient */
     }
-    if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
-        return 0;
+    if (all ? fp_flat_buffer_has_accumulated(flat_param->flat) : fp_flat_buffer_has_unreduced(flat_param->flat)) {
+        FP_TRY(fp_reduction_start(unit, flat_param, NULL, all ? FP_REDUCE_ALL : FP_REDUCE_INNER));
+        FP_TRY(fp_reduction_finish(unit, flat_param));
     }
-    FP_TRY(fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)));
-    if (!fp_flat_buffer_has_accumulated(flat_param->flat)) {
-        return 0;
-    }
-    FP_TRY(fp_reduction_start(unit, flat_param, NULL, FP_REDUCE_ALL));
-    return fp_reduction_finish(unit, flat_param);
+    return 0;
 }
 
 /* The backward ends for one unit. Finish its reductions, reduce the gradients that are still accumulated, show an

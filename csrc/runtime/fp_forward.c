@@ -129,15 +129,9 @@ PyObject *
 fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
     fp_hidden *hidden = NULL;
-    if (fp_iteration_check_joined(unit) < 0) {
-        return NULL;
-    }
-    if (fp_iteration_check_thread(unit) < 0) { /* before the lock is taken */
-        return NULL;
-    }
-    if (fp_hide_checkpoints(&hidden) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_iteration_check_joined(unit));
+    FP_TRY_NULL(fp_iteration_check_thread(unit)); /* before the lock is taken */
+    FP_TRY_NULL(fp_hide_checkpoints(&hidden));
     const int status = begin_forward(unit);
     fp_show_checkpoints(hidden);
     return fp_none_unless(status);
@@ -251,12 +245,8 @@ PyObject *
 fp_forward_post(fp_unit *unit, PyObject *output)
 {
     fp_hidden *hidden = NULL;
-    if (fp_iteration_check_joined(unit) < 0) {
-        return NULL;
-    }
-    if (fp_hide_checkpoints(&hidden) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_iteration_check_joined(unit));
+    FP_TRY_NULL(fp_hide_checkpoints(&hidden));
     fp_range *range = fp_range_begin("post_forward", unit->name);
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);
     const int status = end_forward(unit, output);
@@ -292,8 +282,6 @@ fp_forward_abort(fp_unit *unit, PyObject *ignored)
     if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
         Py_RETURN_NONE; /* the forward was refused, and has begun nothing */
     }
-    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_iteration_move(unit, FP_PASS_END_FORWARD));
     return fp_none_unless(root->phase == FP_PHASE_OPEN && root->depth == 0 ? fp_iteration_recover(root) : 0);
 }

@@ -137,9 +137,7 @@ check_block(PyObject *block)
 static PyObject *
 root_begin_no_sync(fp_root *root, PyObject *block)
 {
-    if (check_block(block) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(check_block(block));
     if (PyList_GET_SIZE(block) > 0) {
         Py_RETURN_NONE;
     }
@@ -157,15 +155,11 @@ static PyObject *
 root_end_no_sync(fp_root *root, PyObject *block)
 {
     int64_t resets = -1;
-    if (check_block(block) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(check_block(block));
     if (PyList_GET_SIZE(block) > 0 && fp_as_int64(PyList_GET_ITEM(block, 0), &resets) < 0) {
         return NULL;
     }
-    if (PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL));
     root->blocks -= resets == root->resets;
     Py_RETURN_NONE;
 }

@@ -128,9 +128,7 @@ trace_note(trace_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t event;
     int new_pass;
-    if (fp_read_args("note", args, nargs, "ib", &event, &new_pass) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("note", args, nargs, "ib", &event, &new_pass));
     return fp_none_unless(note(self, (uint64_t)event, new_pass));
 }
 
@@ -168,9 +166,7 @@ trace_at(trace_object *self, PyObject *argument)
     int64_t index;
     uint64_t event;
     int new_pass;
-    if (fp_as_int64(argument, &index) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_as_int64(argument, &index));
     if (!fp_trace_at(self->trace, index, &event, &new_pass)) {
         Py_RETURN_NONE;
     }

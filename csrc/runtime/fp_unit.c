@@ -133,15 +133,9 @@ unit_join(fp_unit *unit, PyObject *root_object)
     if (unit->root == root) {
         Py_RETURN_NONE;
     }
-    if (fp_unit_check_idle(unit, "join another model") < 0) {
-        return NULL;
-    }
-    if (fp_unit_list_reserve(&root->units, root->units.n + 1) < 0) {
-        return NULL;
-    }
-    if (fp_reduce_order_join(root, unit) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_unit_check_idle(unit, "join another model"));
+    FP_TRY_NULL(fp_unit_list_reserve(&root->units, root->units.n + 1));
+    FP_TRY_NULL(fp_reduce_order_join(root, unit));
     PyObject *left = Py_XNewRef(unit->root); /* owned: freeing it may run code, in which units may join this root */
     fp_iteration_leave_root(unit);
     root->units.items[root->units.n++] = unit; /* there is room */
@@ -156,9 +150,7 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t which, number;
     int sliced;
-    if (fp_read_args("follow", args, nargs, "iOib", &which, &number, &sliced) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("follow", args, nargs, "iOib", &which, &number, &sliced));
     if (which < 0 || which >= FP_GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
         return PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
                             (long long)which, (long long)number);
@@ -184,9 +176,7 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 unit_release(fp_unit *unit, PyObject *ignored)
 {
-    if (fp_unshard_release(unit) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_unshard_release(unit));
     return fp_none_unless(fp_unshard_show_params(unit));
 }
 
@@ -194,9 +184,7 @@ static PyObject *
 unit_make_views(fp_unit *unit, PyObject *ignored)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_unshard_make_views(unit, k) < 0) {
-            return NULL;
-        }
+        FP_TRY_NULL(fp_unshard_make_views(unit, k));
     }
     Py_RETURN_NONE;
 }
@@ -205,20 +193,14 @@ static PyObject *
 unit_put(fp_unit *unit, PyObject *argument)
 {
     int views;
-    if (fp_as_bool(argument, &views) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_as_bool(argument, &views));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if ((views ? flat_param->views : flat_param->params) == NULL) {
             continue;
         }
-        if (fp_flat_param_show(flat_param, views) < 0) {
-            return NULL;
-        }
-        if (fp_flat_param_list_params(flat_param) < 0) {
-            return NULL;
-        }
+        FP_TRY_NULL(fp_flat_param_show(flat_param, views));
+        FP_TRY_NULL(fp_flat_param_list_params(flat_param));
     }
     Py_RETURN_NONE;
 }
@@ -289,23 +271,13 @@ static PyObject *
 unit_compute_in_full(fp_unit *unit, PyObject *argument)
 {
     int in_full;
-    if (fp_as_bool(argument, &in_full) < 0) {
-        return NULL;
-    }
-    if (fp_unit_check_idle(unit, "change its precision") < 0) {
-        return NULL;
-    }
-    if (fp_unshard_release(unit) < 0) {
-        return NULL;
-    }
-    if (fp_unshard_show_params(unit) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_as_bool(argument, &in_full));
+    FP_TRY_NULL(fp_unit_check_idle(unit, "change its precision"));
+    FP_TRY_NULL(fp_unshard_release(unit));
+    FP_TRY_NULL(fp_unshard_show_params(unit));
     unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_flat_buffer_wait(unit->flat_params[k].flat) < 0) {
-            return NULL;
-        }
+        FP_TRY_NULL(fp_flat_buffer_wait(unit->flat_params[k].flat));
         fp_flat_buffer_compute_in_full(unit->flat_params[k].flat, in_full);
     }
     Py_RETURN_NONE;
@@ -366,9 +338,7 @@ unit_note_user_edits(fp_unit *unit, PyObject *argument)
 {
     const char *name = PyUnicode_AsUTF8(unit->name);
     int drops_zeros;
-    if (fp_as_bool(argument, &drops_zeros) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_as_bool(argument, &drops_zeros));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name, drops_zeros) < 0) {
             return NULL;
@@ -653,9 +623,7 @@ count_registration_hooks(PyObject *module, PyObject *object)
 static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("set_grad", nargs, 2) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("set_grad", nargs, 2));
     return fp_none_unless(fp_gradients_set(args[0], args[1]));
 }
 

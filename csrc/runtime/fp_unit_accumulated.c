@@ -68,9 +68,7 @@ check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject
 PyObject *
 fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("set_accumulated", nargs, 2) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs("set_accumulated", nargs, 2));
     PyObject *accumulated =
         fp_as_tuple(args[0], unit->n_flat_params, "accumulated gradients"); /* owned, as frozen_share */
     PyObject *frozen_share = accumulated == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "frozen_share");

@@ -76,12 +76,8 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = unit->n_flat_params == 1 ? &unit->flat_params[0] : NULL;
     int sliced;
-    if (fp_read_args("drive", args, nargs, "OOOb", &sliced) < 0) {
-        return NULL;
-    }
-    if (fp_attributes_check(args[0], 1) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_read_args("drive", args, nargs, "OOOb", &sliced));
+    FP_TRY_NULL(fp_attributes_check(args[0], 1));
     if (flat_param == NULL || flat_param->params == NULL || flat_param->leaf != NULL || unit->root == NULL) {
         return PyErr_Format(PyExc_RuntimeError, "%U: expected one flat parameter with original parameters, and a root",
                             unit->name);
@@ -90,9 +86,7 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     watch(flat_param->plan->primary.group, args[1], sliced);
     watch(flat_param->plan->secondary.group, args[2], sliced);
     fp_flat_buffer_lose_size(flat_param->flat);
-    if (fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)));
     return fp_flat_buffer_unsharded(flat_param->flat);
 }
 
@@ -110,9 +104,7 @@ fp_by_hand_gather(fp_unit *unit, PyObject *argument)
     if (fp_iteration_look_for_replaced(unit->root) < 0) {
         return NULL;
     }
-    if (fp_unshard_check_memory(unit) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_unshard_check_memory(unit));
     const int64_t versions = refresh ? fp_flat_param_versions(flat_param) : 0;
     const int renewed = refresh ? fp_flat_buffer_renew(flat_param->flat, reason) : 0;
     if (renewed < 0) {
@@ -171,9 +163,7 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     if (fp_unshard_make_views(unit, 0) < 0) {
         return NULL;
     }
-    if (fp_flat_param_show_views(flat_param) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_flat_param_show_views(flat_param));
     PyObject *views = flat_param->views;
     const Py_ssize_t n = PyList_GET_SIZE(args[0]);
     const int same = n > 0 && PyList_GET_ITEM(args[0], 0) == PyTuple_GET_ITEM(views, 0);
@@ -231,9 +221,7 @@ fp_by_hand_cut(fp_unit *unit, PyObject *ignored)
     if (flat_param == NULL) {
         return NULL;
     }
-    if (fp_flat_buffer_cut_secondary_shard(flat_param->flat) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_flat_buffer_cut_secondary_shard(flat_param->flat));
     return fp_flat_buffer_secondary_shard(flat_param->flat);
 }
 
@@ -321,9 +309,7 @@ fp_by_hand_read_sum(fp_unit *unit, PyObject *ignored)
     if (status < 0 && PyErr_Occurred()) {
         return NULL;
     }
-    if (fp_gradients_set(flat_param->leaf, NULL) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_gradients_set(flat_param->leaf, NULL));
     return PyLong_FromSsize_t(refused >= 0 || fp_flat_buffer_has_accumulated(flat_param->flat) ? refused : -2);
 }
 
@@ -348,8 +334,6 @@ fp_by_hand_add_reduced(fp_unit *unit, PyObject *tensor)
     if (fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return NULL;
     }
-    if (fp_flat_param_add_reduced(flat_param, &reduced, NULL) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_flat_param_add_reduced(flat_param, &reduced, NULL));
     return fp_none_unless(show_reduced(flat_param));
 }
