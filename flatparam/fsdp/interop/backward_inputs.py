@@ -1,23 +1,27 @@
 """Replace autograd's engine call: ``backward(inputs=...)`` with parameters of units, and backwards that fail.
 
 A graph leads to the views of the flat buffer, not to the parameters. So autograd would find no path from the loss to a
-parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views. It also
-tells the other ranks if an exception ends a backward here (``failed_backward.py``).
+parameter, and give no gradient, in silence. The replaced engine call adds the gradient edges of the views.
+
+It also tells the other ranks of an exception that ends a backward here, while this process goes on. Users' hooks and
+autograd functions run between the callbacks of units, so no callback sees their exceptions. The other ranks may be
+waiting for this rank in a gather or a reduction. No collective call. For exceptions in forwards see
+``wrapper/forward.py``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ... import _C
-from ..desync.checked_collectives import troubled
-from ..unit.registry import flat_param_of, owner_of_param, units_live
-from . import failed_backward
+from ..desync.checked_collectives import come_back, tell_trouble, troubled
+from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param, units_live
 
 
 @units_live.replace(  # torch.compiler replaces both, and restores both from graph
@@ -34,11 +38,11 @@ def _running(run: Any) -> Any:
 
     def running(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if troubled:
-            failed_backward.go_on(outputs)
+            _go_on(outputs)
         try:
             return with_inputs(outputs, *args, **kwargs)
         except Exception as error:
-            failed_backward.tell(outputs, error)
+            _tell(outputs, error)
             raise
 
     def with_inputs(
@@ -117,3 +121,58 @@ def _refusal(param: Tensor) -> str:
         f"torch.autograd.grad() was asked for the gradient of `{fqn}` of {unit.name}, which is reduced over ranks into "
         "the parameter's .grad and given nowhere else: call backward(inputs=[...]) with these parameters"
     )
+
+
+# Backwards that fail
+
+_RECOMPUTES = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint: its graph is not recorded yet
+
+
+def _tell(outputs: Sequence[Any], error: Exception) -> None:
+    """Tell the ranks that share models in the backward of ``outputs`` that ``error`` has ended it here.
+
+    They raise it if they have waited for a while, and this rank has begun no other forward or backward of the model.
+    Not from a backward inside another one, or inside a forward: code around it may catch the exception.
+    """
+    if torch._C._current_graph_task_id() >= 0:
+        return
+    for root, units in _models().items():
+        # INTERRUPTED: a callback of a unit has run in it; IDLE: the exception came before the first one
+        is_before = root.state == "IDLE" and _leads_to(outputs, units)
+        if is_before or root.state == "INTERRUPTED":
+            tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
+
+
+def _go_on(outputs: Sequence[Any]) -> None:
+    """Withdraw earlier reports if the backward of ``outputs``, which begins now, is one of a model."""
+    if torch._C._current_graph_task_id() < 0 and any(_leads_to(outputs, units) for units in _models().values()):
+        come_back()
+
+
+def _models() -> dict[_C.Root, list[Owner]]:
+    found: dict[_C.Root, list[Owner]] = {}
+    for unit in all_units():
+        if unit.core.root is not None:
+            found.setdefault(unit.core.root, []).append(unit)
+    return found
+
+
+def _leads_to(outputs: Sequence[Any], units: list[Owner]) -> bool:
+    """Whether the graph of ``outputs`` has the node behind the views of one of ``units``."""
+    views = (view for unit in units for of_flat_param in unit.core.views() for view in of_flat_param or ())
+    behind = {view.grad_fn for view in views if view.grad_fn is not None}
+    return any(node in behind or node.name() == _RECOMPUTES for node in _nodes(outputs))
+
+
+def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of the graph of ``outputs``, tensors or gradient edges."""
+    todo = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        yield node
+        further = {following for following, _ in node.next_functions} - seen
+        seen |= further
+        todo += further
