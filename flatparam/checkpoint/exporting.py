@@ -65,12 +65,11 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
         look: Look | None = partial(refuse_not_finite, source) if check_finite else None
         if source.index is None and look is None:
             look = _only_read
-        for _, name, chunks in tensors_of(source):
+        of_all = ((name, chunks, look) for _, name, chunks in tensors_of(source))
+        for name, chunks, seen_by in (*of_all, *((name, chunks, None) for name, chunks in source.own.items())):
             for chunk in chunks:
-                meter.add(source.check(chunk, 0, _bytes(name, chunk), look))
-        for name, chunks in source.own.items():
-            for chunk in chunks:
-                meter.add(source.check(chunk, 0, _bytes(name, chunk), None))
+                size = math.prod(chunk.sizes) * chunk.torch_dtype(name).itemsize
+                meter.add(source.check(chunk, 0, size, seen_by))
     return Summary(str(path), source.index.id if source.index else None, meter.bytes, meter.bytes, meter.close())
 
 
@@ -107,9 +106,8 @@ def export(
                 if name in left_out:
                     continue
                 check_whole(name, chunks)
-                shape = chunks[0].shape
-                empty = torch.empty(shape, dtype=chunks[0].torch_dtype(name), device="meta")
-                parts.append(Part(name, shape, (0,) * len(shape), empty))
+                empty = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(name), device="meta")
+                parts.append(Part.whole(name, empty))
             meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
             beside = f".{target.name}.partial-{secrets.token_hex(16)}"
             try:
@@ -143,7 +141,3 @@ def _other_names(source: Source) -> dict[str, str]:
 
 def _only_read(chunk: Chunk, values: torch.Tensor) -> None:
     pass
-
-
-def _bytes(name: str, chunk: Chunk) -> int:
-    return math.prod(chunk.sizes) * chunk.torch_dtype(name).itemsize

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ..fsdp.states.safetensors_files import DTYPES, PACKED, bytes_of
 from .errors import CheckpointError
@@ -35,6 +36,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
+
+    @classmethod
+    def whole(cls, key: str, tensor: Tensor) -> Self:
+        """Return all of ``tensor`` as one box."""
+        return cls(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 @dataclass(slots=True)

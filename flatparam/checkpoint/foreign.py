@@ -75,6 +75,12 @@ def open_foreign(path: Path, trusted: bool) -> Source:
 class Foreign(Source):
     """Tensors of model and optimizer, told apart by the prefixes of their names. There are no checksums."""
 
+    _closing: Files | ExitStack | None = None  # owns the open files
+
+    def close(self) -> None:
+        if self._closing is not None:
+            self._closing.close()
+
     def take(self, tensors: dict[str, list[Chunk]]) -> None:
         """Sort ``tensors`` into ``model`` and ``optimizer``, without prefixes.
 
@@ -130,47 +136,41 @@ def whole_tensors(files: Files) -> dict[str, list[Chunk]]:
 
 
 class WholeFiles(Foreign):
-    """Safetensors files with whole tensors. Owns the open files."""
+    """Safetensors files with whole tensors."""
 
     def __init__(self, path: Path):
-        self._files = Files(path)
-        self.take(whole_tensors(self._files))
-        self.digest += _digest_of(self._files.entries.values()) + self._files.digest
-
-    def close(self) -> None:
-        self._files.close()
+        files = self._closing = Files(path)
+        self.take(whole_tensors(files))
+        self.digest += _digest_of(files.entries.values()) + files.digest
 
 
 class Boxes(Foreign):
-    """A folder that torch's HuggingFaceStorageWriter has written, with boxes of tensors. Owns the open files."""
+    """A folder that torch's HuggingFaceStorageWriter has written, with boxes of tensors."""
 
     def __init__(self, folder: Path, files: Iterable[Path]):
-        self._closing = ExitStack()
+        self._closing = closing = ExitStack()
         tensors: dict[str, list[Chunk]] = {}
         try:
             for path in files:
-                self._add(path, tensors)
+                self._add(path, closing, tensors)
+            for name, chunks in tensors.items():
+                if len({len(chunk.sizes) for chunk in chunks}) > 1:
+                    raise FileError(f"{folder}: the boxes of `{name}` have different numbers of dimensions")
+                extents = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+                shape = tuple(max(ends) for ends in zip(*extents, strict=True))
+                if not is_shape(shape):
+                    what = f"of a tensor of shape {shape}, which none can have"
+                    raise FileError(f"{folder}: the boxes of `{name}` are {what}")
+                for chunk in chunks:
+                    chunk.shape = shape
         except BaseException:
             self.close()
             raise
-        for name, chunks in tensors.items():
-            if len({len(chunk.sizes) for chunk in chunks}) > 1:
-                self.close()
-                raise FileError(f"{folder}: the boxes of `{name}` have different numbers of dimensions")
-            extents = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-            shape = tuple(max(ends) for ends in zip(*extents, strict=True))
-            if not is_shape(shape):
-                self.close()
-                raise FileError(
-                    f"{folder}: the boxes of `{name}` are of a tensor of shape {shape}, which none can have"
-                )
-            for chunk in chunks:
-                chunk.shape = shape
         self.take(tensors)
         self.digest += _digest_of(self.entry(chunk) for chunks in tensors.values() for chunk in chunks)
 
-    def _add(self, path: Path, tensors: dict[str, list[Chunk]]) -> None:
-        header, entries = open_entries(path, self._closing)
+    def _add(self, path: Path, closing: ExitStack, tensors: dict[str, list[Chunk]]) -> None:
+        header, entries = open_entries(path, closing)
         places = _places(path, header)
         for name, entry in entries.items():
             told = [0] * len(entry.shape) if places is None else places.get(name)
@@ -179,9 +179,6 @@ class Boxes(Foreign):
             if not fits or not all(map(is_size, offsets)):
                 raise FileError(f"{path}: `{name}` has no offsets for its shape {entry.shape}")
             tensors.setdefault(name, []).append(InFile.of(entry, offsets))
-
-    def close(self) -> None:
-        self._closing.close()
 
 
 def _places(path: Path, header: bytes) -> dict[str, Any] | None:
@@ -261,7 +258,7 @@ class Pickled(Foreign):
             if name.startswith(_OPTIMIZER):
                 if len(path) > 4 and path[1] == "state":
                     self._nested = name
-                if self._take_value(path, first) or (not boxes and self._take_state(path, first)):
+                if first is not None and self._take_value(path, first, bool(boxes)):
                     continue
             for box in boxes:
                 place = storage[name, box.offsets]
@@ -274,29 +271,26 @@ class Pickled(Foreign):
                 tensors.setdefault(name, []).append(chunk)
         return tensors
 
-    def _take_value(self, path: tuple[Any, ...], place: Place | None) -> bool:
-        """Load a setting of an optimizer's group. Returns: whether ``path`` is one, in torch's nested or flat form."""
-        if place is None or len(path) < 2:
-            return False
-        if len(path) == 4 and path[1] == "param_groups":
-            self._groups.setdefault(path[2], {})[str(path[3])] = self._load(place)
-            return True
-        if len(path) == 2 and str(path[1]).startswith("param_groups."):
-            name, _, key = path[1].partition(".")[2].rpartition(".")
-            self._groups.setdefault(name, {"params": [name]})[key] = self._load(place)
-            return True
-        return False
+    def _take_value(self, path: tuple[Any, ...], place: Place, is_tensor: bool) -> bool:
+        """Load a setting of an optimizer's group, or note the place of a state that is no tensor.
 
-    def _take_state(self, path: tuple[Any, ...], place: Place | None) -> bool:
-        """Note a value of a parameter's state, to be read later. Returns: whether ``path`` is one, in either form."""
-        if place is not None and len(path) == 4 and path[1] == "state":
-            self._values.setdefault(str(path[2]), {})[str(path[3])] = place
-            return True
-        if place is not None and len(path) == 2 and str(path[1]).startswith("state."):
-            name, _, key = path[1].partition(".")[2].rpartition(".")
-            self._values.setdefault(name, {})[key] = place
-            return True
-        return False
+        Returns: whether ``path`` is one of both, in torch's nested form or in its flat form ``state.<FQN>.<key>``.
+        """
+        if len(path) not in (2, 4):
+            return False
+        kind, name, key = path[1], path[-2], str(path[-1])
+        if len(path) == 2:
+            kind, _, rest = key.partition(".")
+            name, _, key = rest.rpartition(".")
+        if not key:  # an empty dict
+            return False
+        if kind == "param_groups":
+            self._groups.setdefault(name, {"params": [name]} if len(path) == 2 else {})[key] = self._load(place)
+        elif kind == "state" and not is_tensor:
+            self._values.setdefault(str(name), {})[key] = place
+        else:
+            return False
+        return True
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
         if self._nested:

@@ -33,7 +33,7 @@ def _place(held: UnitParam) -> tuple[int, int, int]:
     Returns: ``(offset in it, first element of the parameter that is there, number of elements)``; zeros if none is.
     """
     placement, layout = held.flat_param.placement, held.flat_param.layout
-    part = layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
+    part = _numel(held.flat_param)
     first = part * placement.param_rank if placement.outer is not None else 0
     offset, numel = layout.offsets[held.number], held.original.shape.numel()
     begin, end = max(first, offset), min(first + part, offset + numel)
@@ -122,10 +122,14 @@ class Sums:
 
 def _zeros(flat_param: FlatParam) -> Tensor:
     """Return zeros of the size and dtype of ``flat_param``'s accumulated gradient; float32 for lower precisions."""
-    placement, dtype = flat_param.placement, flat_param.flat.dtype
+    dtype = flat_param.flat.dtype
     low = dtype.itemsize < torch.float32.itemsize and dtype.is_floating_point
-    numel = flat_param.layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
-    return torch.zeros(numel, dtype=torch.float32 if low else dtype, device=flat_param.device)
+    return torch.zeros(_numel(flat_param), dtype=torch.float32 if low else dtype, device=flat_param.device)
+
+
+def _numel(flat_param: FlatParam) -> int:
+    placement = flat_param.placement
+    return flat_param.layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
 
 
 def _misfit(name: str, why: str) -> CheckpointError:

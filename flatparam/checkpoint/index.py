@@ -22,6 +22,7 @@ from .schema import INDEX, misfit
 NAME = "checkpoint.json"
 FORMAT, VERSION = "flatparam checkpoint", 1
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"  # folders in a checkpoint
+_AS_THEY_ARE = ("id", "world_size", "about", "units", "optimizer", "ranks")  # fields that are JSON
 _FILE = re.compile(rf"({MODEL}|{OPTIMIZER}|{RANKS})/[\w-]+\.safetensors")
 
 
@@ -90,11 +91,8 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Write the index into ``folder`` and sync both. Raises: OSError."""
-        body = {
-            **{"id": self.id, "world_size": self.world_size, "about": self.about, "units": self.units},
-            **{"optimizer": self.optimizer, "ranks": self.ranks, "files": self.files_as_json()},
-        }
-        write_sealed(folder / NAME, body)
+        body = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        write_sealed(folder / NAME, body | {"files": self.files_as_json()})
         sync_folder(folder)
 
 
@@ -116,14 +114,7 @@ def read_index(folder: Path) -> Index:
     body = read_sealed(path)
     try:
         _check_body(body)
-        index = Index(
-            body["id"],
-            body["world_size"],
-            body["about"],
-            optimizer=body["optimizer"],
-            ranks=body["ranks"],
-            units=body["units"],
-        )
+        index = Index(**{name: body[name] for name in _AS_THEY_ARE})
         index.add_files(body["files"])
     except ValueError as error:
         raise CheckpointError(f"{path}: expected a checkpoint's index: {error}") from error

@@ -22,18 +22,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .. import _C
 from .base import check_sums, sums_of_samples
 from .boxes import Read
-from .converting import Convert
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
-from .gradients import Sums, sums_of
+from .gradients import sums_of
 from .index import Index
 from .model_plan import ModelPlan
 from .modules import values_of_modules
-from .optimizer_plan import OptimizerPlan
+from .optimizer_plan import Convert, OptimizerPlan
 from .optimizers import Named
 from .pieces import all_held
 from .planning import check_idle
@@ -98,23 +96,9 @@ def load(
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
     loading = _Loading(model, optimizer, rendezvous)
     try:
-        error: BaseException | None = None
-        try:
-            loading.path = Path(os.path.abspath(path))
-            loading.plan(strict, trusted, check_finite, convert)
-            loading.check(meter)
-        except Exception as caught:
-            error = caught
-        rendezvous.agree([loading.digest, loading.base_sums], error, loading.compare)
-        error = None
-        try:
-            loading.commit()
-        except Exception as caught:
-            error = CheckpointError(f"{caught}; the model is loaded in part: load it again")
-            error.__cause__ = caught
-        read = rendezvous.agree(loading.bytes, error, sum, is_last=True)
+        rendezvous.agree(partial(loading.plan, path, strict, trusted, check_finite, convert, meter), loading.compare)
+        read = rendezvous.agree(loading.commit, sum, is_last=True)
     finally:
-        error = None  # its traceback holds this frame, and with it the model
         loading.close()
         seconds = meter.close()
     plan, index = loading.into, loading.index
@@ -160,11 +144,7 @@ class _Loading:
         self.source: Source | None = None
         self.into = ModelPlan(model)
         self.targets: OptimizerPlan | None = None
-        self.named: Named | None = None
-        self.sums: Sums | None = None
         self.extra: Any = None
-        self.digest = ""
-        self.base_sums: dict[str, int] = {}  # of the model's base parameters, for the first rank to compare
         self._of_modules: list[tuple[Any, Any]] = []
 
     @property
@@ -182,93 +162,94 @@ class _Loading:
         return sum(read.out.numel() * read.out.itemsize for read in self.reads)
 
     @torch.inference_mode(False)
-    def plan(self, strict: bool, trusted: bool, check_finite: bool, convert: Convert) -> None:
-        """Open the files and plan all reads. Modules with their own code load buffers already. Raises: Exception."""
+    def plan(
+        self,
+        path: str | os.PathLike[str],
+        strict: bool,
+        trusted: bool,
+        check_finite: bool,
+        convert: Convert,
+        meter: Meter,
+    ) -> list[Any]:
+        """Open the files, plan all reads, and check their bytes. Modules with their own code load buffers already.
+
+        Returns: what ``compare`` compares. Raises: Exception.
+        """
+        self.path = Path(os.path.abspath(path))
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
-        self.digest = source.digest
-        index = source.index
-        about = {} if index is None else index.about
-        base = about.get("base")
+        index, base = source.index, source.about.get("base")
         held = list(all_held(self.model, trainable_only=base is not None))
         source.fit({name for one in held for name in one.names})
         with naming_checkpoint(self.path):
-            values = self._plan_modules(strict)
             if index is not None:
+                source.values, source.alone = self._plan_modules(source, index, strict), self._own("own")
                 self.extra = read_extra_of(source, index, self.rendezvous.rank % index.world_size)
             source.look = partial(refuse_not_finite, source) if check_finite else None
             plan = self.into
-            plan.plan(held, source, self._own("own"), values, about, strict)
+            plan.plan(held, source, strict)
             if strict and (plan.missing or plan.unexpected):
                 told = (("missing in the checkpoint", plan.missing), ("not in the model", plan.unexpected))
                 parts = (f"{kind}: " + ", ".join(f"`{name}`" for name in names) for kind, names in told if names)
                 raise CheckpointError("; ".join(parts))
-        if base is not None and strict:
-            self.base_sums = sums_of_samples(plan.base, self.rendezvous.rank)
-        if strict and plan.taken is None and values.keys() - plan.alike:
-            raise CheckpointError(f"the model has no module for `{min(values.keys() - plan.alike)}`")
+        base_sums = sums_of_samples(plan.base, self.rendezvous.rank) if base is not None and strict else {}
+        if strict and plan.taken is None and source.values.keys() - plan.alike:
+            raise CheckpointError(f"the model has no module for `{min(source.values.keys() - plan.alike)}`")
         if self.optimizer is not None:
-            self.named = Named(self.optimizer, held)
-            of_optimizer = source.told_of_optimizer()
+            named, of_optimizer = Named(self.optimizer, held), source.told_of_optimizer()
             if of_optimizer is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
             with naming_checkpoint(self.path):
-                self.targets = OptimizerPlan(self.named, of_optimizer, source, self._own("own_states"))
+                self.targets = OptimizerPlan(named, of_optimizer, source, self._own("own_states"))
                 self.targets.plan(strict, convert)
-            self.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
+            self.targets.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
+        meter.expect(self.bytes)
+        with naming_checkpoint(self.path):
+            check_reads(source, self.reads, source.look, meter.add)
+            self.into.check_tied(source)
+        return [source.digest, base_sums]
 
-    def _plan_modules(self, strict: bool) -> dict[str, Any]:
+    def _plan_modules(self, source: Source, index: Index, strict: bool) -> dict[str, Any]:
         """Plan the calls of ``set_extra_state``. Returns: name -> other values that modules gave to the state dict."""
-        index, source = self.index, self.source
-        if index is None or source is None:
-            return {}
         rank, told = 0, index.about.get("modules", {})
-        if self._is_as_saved and "modules" in index.ranks[self.rendezvous.rank]:
-            rank, told = self.rendezvous.rank, index.ranks[self.rendezvous.rank]["modules"]
+        if "modules" in self._saved_here:
+            rank, told = self.rendezvous.rank, self._saved_here["modules"]
         extra = {name: value for name, value in told.items() if name.rpartition(".")[2] == "_extra_state"}
         self._of_modules = values_of_modules(self.model, extra, OfRank(source, rank), strict)
         return {name: decode(value, OfRank(source, rank)) for name, value in told.items() if name not in extra}
 
     @property
-    def _is_as_saved(self) -> bool:
-        """Whether as many ranks saved: each rank then loads the values that it saved alone."""
-        return self.index is not None and self.index.world_size == self.rendezvous.size
+    def _saved_here(self) -> Mapping[str, Any]:
+        """The index's entry of this rank, if as many ranks saved: each then loads the values that it saved alone."""
+        is_as_saved = self.index is not None and self.index.world_size == self.rendezvous.size
+        return self.index.ranks[self.rendezvous.rank] if self.index is not None and is_as_saved else {}
 
     def _own(self, kind: str) -> Mapping[str, list[Chunk]]:
         """Return the boxes that this rank saved alone. ``kind``: "own" (tensors without a unit) or "own_states"."""
-        if self.source is None or self.index is None or not self._is_as_saved:
-            return {}
-        own = OfRank(self.source, self.rendezvous.rank)
-        return {name: own.chunks(key) for name, key in self.index.ranks[self.rendezvous.rank].get(kind, {}).items()}
-
-    def check(self, meter: Meter) -> None:
-        """Compare the bytes that this rank will read with their checksums. Raises: as ``Source.check``."""
         assert self.source is not None
-        meter.expect(self.bytes)
-        with naming_checkpoint(self.path):
-            check_reads(self.source, self.reads, self.source.look, meter.add)
-            self.into.check_tied(self.source)
+        own = OfRank(self.source, self.rendezvous.rank)
+        return {name: own.chunks(key) for name, key in self._saved_here.get(kind, {}).items()}
+
+    def commit(self) -> int:
+        """Load what is planned. Returns: ``bytes``. Raises: CheckpointError: the model is then loaded in part."""
+        try:
+            self._commit()
+        except Exception as error:
+            raise CheckpointError(f"{error}; the model is loaded in part: load it again") from error
+        return self.bytes
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def commit(self) -> None:
-        """Read into the shards, tell the units, set states and gradients. A failure leaves the model loaded in part."""
+    def _commit(self) -> None:
+        """Read into the shards, tell the units, set states and gradients."""
         assert self.source is not None
         for read in self.reads:
             self.source.read(read)
         self.into.commit()
         for module, value in self._of_modules:
             module.set_extra_state(value)
-        if self.named is not None and self.targets is not None:
-            for param, values in self.targets.state:
-                self.named.set_state(param, values)
-            for group, values in zip(self.named.groups, self.targets.settings, strict=True):
-                group.group.update(values)
-            assert self.sums is not None
-            self.sums.put()
-            for param, grad in self.targets.gradients:
-                _C.set_grad(param, grad)
-            self.sums.show()
+        if self.targets is not None:
+            self.targets.commit()
 
     def compare(self, said: list[Any]) -> None:
         """On the first rank: compare the digests and base sums that all ranks ``said``.
@@ -276,7 +257,7 @@ class _Loading:
         Raises: CheckpointError, if ranks have different checkpoints, or the model has another base.
         """
         for rank, (other, _) in enumerate(said):
-            if other != self.digest:
+            if self.source is not None and other != self.source.digest:
                 raise CheckpointError(
                     f"nothing was loaded: rank {rank} has another checkpoint than rank 0 under this path"
                 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,19 +15,16 @@ from torch import Tensor
 
 from ..common.tensors import rounds
 from ..fsdp.names import bare_names
-from ..fsdp.states.loading import may_become, note_filled
-from ..fsdp.states.safetensors_files import DTYPES
+from ..fsdp.states.loading import note_filled
 from ..fsdp.states.values import same
 from ..fsdp.unit.local_params import LocalParam
 from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
-from .modules import Taken, as_they_are, take
+from .modules import Taken, as_they_are, check_kind, take
 from .pieces import InHandle
-from .reading import Source, check_reads
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+from .reading import Source
 
 
 class ModelPlan:
@@ -56,22 +51,18 @@ class ModelPlan:
         self,
         held: list[LocalParam],
         source: Source,
-        own: Mapping[str, list[Chunk]] = _NOTHING,
-        values: Mapping[str, Any] = _NOTHING,
-        about: Mapping[str, Any] = _NOTHING,
         strict: bool = False,
         into: Callable[[LocalParam], Tensor] = lambda held: held.flat,
     ) -> None:
         """Let the modules load by their own code, and plan the reads of all other values into ``held``.
 
-        Args: ``own``: boxes that this rank saved alone; they replace the model's. ``values``, ``about``: as for
-        ``take``. ``strict``: a base must fit in every name and dtype. ``into``: returns where to read a parameter.
+        Args: ``strict``: a base must fit in every name and dtype. ``into``: returns where to read a parameter.
         Raises: CheckpointError naming tensors whose shape or kind of dtype does not fit; as ``take``. The caller then
         calls ``undo``.
         """
-        self.taken = taken = take(self.module, held, source, own, values, about)
-        base: Base | None = about.get("base")
-        chunks_of, known = ChainMap(dict(own), dict(source.model)), set[str]()
+        self.taken = taken = take(self.module, held, source)
+        base: Base | None = source.about.get("base")
+        chunks_of, known = ChainMap(dict(source.alone), dict(source.model)), set[str]()
         for one in held:
             names = one.names if taken is None else taken.names.get(one, [])
             known.update(names)
@@ -81,15 +72,16 @@ class ModelPlan:
                 self.base[one] = of_base
             elif here:
                 target = into(one) if one.numel else None
-                self._plan_reads(one, here[:1] if here[0] in own else here, chunks_of, target)
+                self._plan_reads(one, here[:1] if here[0] in source.alone else here, chunks_of, target)
             else:
                 self.missing.append(one.name)
         self.unexpected = [name for name in source.model if name not in known]
         if taken is not None:
             self.missing, self.unexpected = taken.missing, taken.unexpected
             self.names |= {one: [] for one in taken.values}
-        left = {name: source.whole(name, chunks_of[name]) for name in about.get("given", ()) if name in self.unexpected}
-        self.alike = as_they_are(self.module, held, {**left, **(values if taken is None else {})}, strict)
+        given = [name for name in source.about.get("given", ()) if name in self.unexpected]
+        left = {name: source.whole(name, chunks_of[name]) for name in given}
+        self.alike = as_they_are(self.module, held, {**left, **(source.values if taken is None else {})}, strict)
         self.unexpected = [name for name in self.unexpected if name not in self.alike]
         if base:
             check_names(base, self.base, known, strict)
@@ -139,17 +131,11 @@ def check_fits(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: to
     check_whole(name, chunks)
     if chunks[0].shape != shape:
         raise CheckpointError(f"{chunks[0].file}: `{name}` has shape {chunks[0].shape}, the model's has {shape}")
-    if not may_become(DTYPES.get(chunks[0].dtype), dtype):
-        raise CheckpointError(
-            f"{chunks[0].file}: `{name}` has dtype {chunks[0].dtype}, which cannot be loaded into {dtype}"
-        )
+    check_kind(name, chunks[0], dtype)
 
 
 def _values(held: LocalParam, name: str, source: Source) -> Tensor:
     """Return this rank's elements of ``name``, in the dtype of ``held``. Raises: as ``Source.check``."""
     out = torch.empty(held.numel, dtype=held.flat.dtype, device="cpu")
-    reads = reads_of(name, source.model[name], held.dense, held.start, out)
-    check_reads(source, reads, None, lambda count: None)
-    for read in reads:
-        source.read(read)
+    source.fill(name, source.model[name], held.dense, held.start, out)
     return out

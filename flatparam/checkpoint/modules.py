@@ -17,11 +17,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.names import bare_names, clean_tensor_name, join, without_wrappers
-from ..fsdp.states import model
 from ..fsdp.states.loading import may_become
+from ..fsdp.states.model import ungathered
 from ..fsdp.states.safetensors_files import DTYPES
-from ..fsdp.states.snapshot import Beside
-from ..fsdp.states.ungathered import ungathered
+from ..fsdp.states.snapshot import Beside, loads_by_itself, overrides, saves_by_itself
 from ..fsdp.states.values import same
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
@@ -30,7 +29,7 @@ from .reading import OfRank, Source
 from .shown import StandIns, shown
 from .values import decode, encode
 
-_OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # its hooks rename as bare_names does
+_NORMS = "torch.nn.modules.batchnorm"  # its override has nothing to add if the file has exactly the model's names
 _EXTRA = "_extra_state"
 _PLAIN = {"version": 1}  # torch's metadata for a module without its own
 
@@ -64,46 +63,13 @@ class Taken:
     before: Beside
 
 
-def _ours(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)
-    return hook in (model.before_load, model.after_load) or getattr(hook, "__module__", None) == _OF_WRAPPERS
-
-
-def _overrides(module: nn.Module, name: str, *known: Any) -> bool:
-    return name in vars(module) or getattr(type(module), name) not in (getattr(nn.Module, name), *known)
-
-
-def gives_by_itself(module: nn.Module) -> bool:
-    """Whether ``module`` has an override or a hook, not ours, for saving a state dict."""
-    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
-    return (
-        _overrides(module, "_save_to_state_dict")
-        or _overrides(module, "state_dict", model.state_dict)
-        or not all(map(_ours, hooks))
-    )
-
-
-def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
-    """Whether ``module`` has an override or a hook, not ours, for loading a state dict.
-
-    ``fits``: the file has exactly the model's names. Batch norm's override then has nothing to add, and is ignored.
-    """
-    known = () if not fits else (nn.modules.batchnorm._NormBase._load_from_state_dict,)
-    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    return (
-        _overrides(module, "_load_from_state_dict", *known)
-        or _overrides(module, "load_state_dict", model.load_state_dict)
-        or not all(map(_ours, hooks))
-    )
-
-
 def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
     """Return the sorted state dict of ``module``; None: it has ``held`` and nothing else. No collective call.
 
     Raises: CheckpointError naming the entry, if a hook gives another value for a parameter, or a tensor that no file
     can hold; and any exception of a module.
     """
-    if not any(gives_by_itself(inner) or takes_by_itself(inner) for inner in module.modules()):
+    if not any(saves_by_itself(inner) or loads_by_itself(inner, _NORMS) for inner in module.modules()):
         return None
     stand_ins = StandIns()
     cut = [one for one in held if one.is_managed]
@@ -184,27 +150,18 @@ def _tensor(name: str, value: Tensor) -> Tensor:
     )
 
 
-def take(
-    module: nn.Module,
-    held: list[LocalParam],
-    source: Source,
-    own: Mapping[str, list[Chunk]],
-    values: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> Taken | None:
+def take(module: nn.Module, held: list[LocalParam], source: Source) -> Taken | None:
     """Let ``module`` load a state dict of ``source`` with stand-ins for parameters. None: it has no code for loading.
 
     Buffers get their values. The caller reads the parameters, by ``Taken.names``. No collective call.
-    ``own``: boxes that this rank saved alone; ``values``: entries that are no tensors; ``about``: the index's.
     Raises: any exception of a module; CheckpointError if a module computes with a parameter or keeps a stand-in. All
     attributes are restored then.
     """
     names = {name for one in held for name in one.names}
-    base: Mapping[str, Any] = about.get("base", {})
-    fits = names == {*source.model, *base}
-    if not any(takes_by_itself(inner, fits) for inner in module.modules()):
+    own, fits = source.alone, names == {*source.model, *source.about.get("base", {})}
+    if not any(loads_by_itself(inner, _NORMS if fits else "") for inner in module.modules()):
         return None
-    of_modules = about.get("given", [])
+    of_modules = source.about.get("given", [])
     boxes = {name: own.get(name) or chunks for name, chunks in source.model.items()}
     if own:
         boxes = {name: chunks for name, chunks in boxes.items() if name in own or name not in of_modules}
@@ -216,7 +173,7 @@ def take(
         return source.whole(name, boxes[name])
 
     stand_ins = StandIns(read)
-    state = _state_of(module, held, source, boxes, values, about, stand_ins)
+    state = _state_of(module, held, source, boxes, stand_ins)
     before = Beside(module)
     try:
         with ungathered(), shown(module, [one for one in held if not one.is_buffer], stand_ins), stand_ins:
@@ -232,21 +189,16 @@ def take(
 
 
 def _state_of(
-    module: nn.Module,
-    held: list[LocalParam],
-    source: Source,
-    boxes: Mapping[str, list[Chunk]],
-    values: Mapping[str, Any],
-    about: Mapping[str, Any],
-    stand_ins: StandIns,
+    module: nn.Module, held: list[LocalParam], source: Source, boxes: Mapping[str, list[Chunk]], stand_ins: StandIns
 ) -> Any:
     """Return the state dict that ``module`` loads: values for buffers and modules' entries, stand-ins for the rest."""
-    of_modules = about.get("given", [])
+    about, of_modules = source.about, source.about.get("given", [])
     buffers = {name: one for one in held if one.is_buffer for name in one.names}
-    state: Any = OrderedDict(values)
+    state: Any = OrderedDict(source.values)
     for name, chunks in boxes.items():
         if name in buffers or name in of_modules:
-            _check_kind(name, chunks[0], buffers.get(name))
+            if name in buffers and buffers[name].shape == chunks[0].shape:
+                check_kind(name, chunks[0], buffers[name].owner.dtype)
             state[name] = source.whole(name, chunks)
         else:
             state[name] = stand_ins.of_file(name, chunks[0].shape, chunks[0].torch_dtype(name))
@@ -315,13 +267,10 @@ def _taken(
     return found
 
 
-def _check_kind(name: str, chunk: Chunk, one: LocalParam | None) -> None:
-    """Raises: CheckpointError if loading buffer ``one`` would convert it to another kind of dtype."""
-    dtype = DTYPES.get(chunk.dtype)
-    if one is not None and one.shape == chunk.shape and not may_become(dtype, one.owner.dtype):
-        raise CheckpointError(
-            f"{chunk.file}: `{name}` has dtype {chunk.dtype}, which cannot be loaded into {one.owner.dtype}"
-        )
+def check_kind(name: str, chunk: Chunk, dtype: torch.dtype) -> None:
+    """Raises: CheckpointError unless ``chunk`` may be loaded into ``dtype``."""
+    if not may_become(DTYPES.get(chunk.dtype), dtype):
+        raise CheckpointError(f"{chunk.file}: `{name}` has dtype {chunk.dtype}, which cannot be loaded into {dtype}")
 
 
 def _put_values(module: nn.Module, stand_ins: StandIns) -> None:
@@ -337,6 +286,13 @@ def _put_values(module: nn.Module, stand_ins: StandIns) -> None:
         raise CheckpointError(f"`{name}`: a module keeps this tensor of the file where its values cannot be put")
 
 
+def extra_states(module: nn.Module, method: str) -> dict[str, Any]:
+    """Map the key of an extra state to its module, for modules that override ``method`` (``set_extra_state``, ...)."""
+    bare = bare_names(module)
+    named = ((path, inner) for path, inner in module.named_modules() if overrides(inner, method))
+    return {bare(join(path, _EXTRA)): inner for path, inner in named}
+
+
 def values_of_modules(
     module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor], strict: bool
 ) -> list[tuple[Any, Any]]:
@@ -345,19 +301,11 @@ def values_of_modules(
     ``told``: name -> encoded value. Raises: CheckpointError, if ``strict``, for a value without a module, and for a
     module without a value.
     """
-    found = []
-    by_name, bare = {}, bare_names(module)
-    for path, inner in module.named_modules():
-        if type(inner).set_extra_state is not nn.Module.set_extra_state:
-            by_name[join(bare(path), _EXTRA)] = inner
-    gives = {name for name, inner in by_name.items() if type(inner).get_extra_state is not nn.Module.get_extra_state}
-    missing = [name for name in by_name if name in gives and name not in told]
+    by_name = extra_states(module, "set_extra_state")
+    missing = [name for name, inner in by_name.items() if name not in told and overrides(inner, "get_extra_state")]
+    unknown = [name for name in told if name not in by_name]
     if strict and missing:
         raise CheckpointError(f"missing in the checkpoint: `{missing[0]}`")
-    for name, value in told.items():
-        if name not in by_name:
-            if strict:
-                raise CheckpointError(f"the model has no module for `{name}`")
-            continue
-        found.append((by_name[name], decode(value, values)))
-    return found
+    if strict and unknown:
+        raise CheckpointError(f"the model has no module for `{unknown[0]}`")
+    return [(by_name[name], decode(value, values)) for name, value in told.items() if name in by_name]

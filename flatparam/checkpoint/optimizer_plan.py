@@ -13,22 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..fsdp.errors import StateError
 from ..fsdp.sharding.parameters import in_order
 from ..fsdp.sharding.pytrees import find_tensors
+from ..fsdp.states.optimizer_classes import lacks_state, why_not
 from ..fsdp.states.optimizer_loading import shared_state, told_of_missing
 from ..fsdp.states.table import SteppedParam
 from ..fsdp.states.values import Like, same
 from ..fsdp.unit.local_params import LocalParam
 from .boxes import Read, reads_of
-from .converting import Convert, is_converted
 from .errors import CheckpointError
 from .files import Chunk
+from .gradients import Sums
 from .model_plan import check_fits
 from .optimizers import GRADIENT, Group, Named, like
 from .pieces import InHandle
 from .reading import OfRank, Source
 from .values import decode
+
+Convert = Mapping[str, str] | None  # key in the saved state -> key in the state here
+
+_WAY_OUT = (
+    "make the optimizer that was saved; or pass convert={}, which keeps the settings here and begins its state anew, "
+    "or convert={key there: key here}, which takes those keys of the state; or load the model without the optimizer"
+)
 
 
 class OptimizerPlan:
@@ -36,8 +45,10 @@ class OptimizerPlan:
 
     ``reads``: into existing or new tensors. ``state``: (stepped tensor, its new state). ``gradients``: (stepped tensor,
     its new ``.grad`` or None). ``settings``: of each group. ``without_state``: warnings of parameters that begin
-    without state.
+    without state. ``sums``: the accumulated gradients.
     """
+
+    sums: Sums
 
     def __init__(self, named: Named, told: Mapping[str, Any], source: Source, own: Mapping[str, list[Chunk]]):
         """``told``: the index's ``optimizer``. ``own``: boxes of states that this rank saved alone."""
@@ -60,7 +71,7 @@ class OptimizerPlan:
         groups = self._named.groups
         if self._told["groups"] is not None:
             self._check_labels(strict)
-        converts = [is_converted(self._named, group, self._told, self._saved, convert) for group in groups]
+        converts = [self._is_converted(group, convert) for group in groups]
         for group, converted in zip(groups, converts, strict=True):
             takes = self._told["groups"] is not None and not converted
             self.settings.append(self._settings_of(group) if takes else {})
@@ -82,6 +93,17 @@ class OptimizerPlan:
                 having = [param for param in one.here if GRADIENT in self._states.get(param.name, {})]
                 grad = self._like_param(one, having, GRADIENT, None) if having else None  # the others' part is zero
                 self.gradients.append((one.tensor, grad))
+
+    def commit(self) -> None:
+        """Set states, settings and gradients, after the reads."""
+        for param, values in self.state:
+            self._named.set_state(param, values)
+        for group, settings in zip(self._named.groups, self.settings, strict=True):
+            group.group.update(settings)
+        self.sums.put()
+        for param, grad in self.gradients:
+            _C.set_grad(param, grad)
+        self.sums.show()
 
     def _state_of(self, one: SteppedParam, settings: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
         described: dict[str, dict[str, Any]] = {param.name: {} for param in one.here}
@@ -165,6 +187,41 @@ class OptimizerPlan:
             check_fits(name, chunks, held.shape, dtype)
             self.reads += reads_of(name, chunks, held.dense, held.start, flat.narrow(0, held.offset, held.numel))
         return state
+
+    def _is_converted(self, group: Group, convert: Convert) -> bool:
+        """Whether the saved state of ``group`` is of another class and is converted.
+
+        Raises: CheckpointError naming both classes, if they differ and ``convert`` is None; naming a key, if the class
+        here needs it and ``convert`` does not give it, or gives it twice.
+        """
+        if convert is not None and not all(isinstance(key, str) for pair in convert.items() for key in pair):
+            raise CheckpointError(f"expected convert= to have str for keys and values, got {convert!r}")
+        labels = self._told.get("optimizers", [""] * len(self._told["groups"] or ()))
+        names = [one.name for one in group.params]
+        numbers = dict.fromkeys(self._saved[name] for name in names if name in self._saved)
+        kinds = (self._told.get("classes", {}).get(labels[number]) for number in numbers)
+        before, here = next((kind for kind in kinds if kind is not None), None), self._named.classes[group.label]
+        keys = {name: [key for key in self._told["states"].get(name, {}) if key != GRADIENT] for name in names}
+        why: str | None = None
+        if before is None:
+            why = why_not(group.optimizer, [self._told["groups"][number][0] for number in numbers], keys)
+        elif before != here:
+            why = f"it was saved of {before}"
+        if why is not None and convert is None:
+            raise CheckpointError(
+                f"the optimizer of group {group.number}, of `{names[0]}` and more, is {here}, and the saved state is "
+                f"of another class: {why}. Expected the same class: {_WAY_OUT}"
+            )
+        if convert is None or before == here:
+            return False
+        taken = {name: [convert[key] for key in own if key in convert] for name, own in keys.items()}
+        for name, own in taken.items():
+            if len(set(own)) != len(own):
+                raise CheckpointError(f"convert={dict(convert)!r} gives two states of `{name}` one name: {own}")
+        lacking = lacks_state(group.optimizer, taken)
+        if lacking is not None:
+            raise CheckpointError(f"convert={dict(convert)!r}: {lacking}")
+        return True
 
     def _check_wanted(self) -> None:
         """Raises: CheckpointError for a saved state of a parameter that no optimizer here steps."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..common.layout import Box
 from ..common.tensors import refuse_freed
 from ..common.torch_private import TorchsFSDP
-from ..fsdp.names import bare_names, join
+from ..fsdp.names import bare_names
 from ..fsdp.states.safetensors_files import bytes_of
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.local_params import LocalParam, unit_paths, units_in
@@ -28,7 +28,7 @@ from .errors import CheckpointError
 from .files import NAMES, Part
 from .gradients import taken
 from .index import MODEL, OPTIMIZER, RANKS
-from .modules import Given, given_by
+from .modules import Given, extra_states, given_by
 from .optimizers import GRADIENT, Named, states_of
 from .pieces import InHandle, all_held, written
 from .values import encode
@@ -85,8 +85,7 @@ class SavePlan:
         begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
         if not boxes and rank == 0 and 0 in held.shape:
-            empty = values.new_empty(held.shape)
-            self._put(folder, 0, rank, Part(key, held.shape, (0,) * empty.dim(), empty))
+            self._put(folder, 0, rank, Part.whole(key, values.new_empty(held.shape)))
         for i, box in enumerate(boxes):
             part = Part(key, held.shape, box.offsets, held.dense.view(values, held.start, box))
             self._put(folder, i, rank, part)
@@ -95,7 +94,7 @@ class SavePlan:
         """Add tensors to this rank's own file. ``values``: name -> tensor."""
         for key, value in values.items():
             refuse_freed(value, f"`{key}`")
-            self._put(RANKS, 0, rank, Part(key, tuple(value.shape), (0,) * value.dim(), value))
+            self._put(RANKS, 0, rank, Part.whole(key, value))
 
     def keep_alone(self, rank: int, differs: bool) -> None:
         """Add the values of ``alone``. ``differs``: they differ from rank 0's, so this rank writes its own."""
@@ -146,7 +145,10 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     values: dict[str, Tensor] = {}
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: first for first, *others in names.values() for name in others} if rank == 0 else {}
-    plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
+    plan.alone.modules = {
+        name: encode(inner.get_extra_state(), name, plan.alone.of_modules)
+        for name, inner in extra_states(module, "get_extra_state").items()
+    }
     rest = (one for one in plan.held if not one.is_managed and one not in base)
     plan.alone.tensors = {names[one][0]: one.owner.detach() for one in rest if one.numel or given is not None}
     if given is not None:
@@ -180,7 +182,7 @@ def _plan_given(plan: SavePlan, given: Given, base: dict[LocalParam, str], rank:
         plan.alone.modules[name] = encode(value, name, plan.alone.of_modules)
     if rank == 0:
         for name, tensor in given.tensors.items():
-            plan._put(MODEL, 0, rank, Part(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor))
+            plan._put(MODEL, 0, rank, Part.whole(name, tensor))
         values: dict[str, Tensor] = {}
         plan.told["given"] = list(given.tensors)
         plan.told["metadata"] = {
@@ -203,16 +205,6 @@ def check_idle(module: nn.Module, what: str) -> None:
                 f"{what}: `{path or type(inner).__name__}` is wrapped by torch's FullyShardedDataParallel, whose "
                 "shards flatparam does not know: use torch.distributed.checkpoint, or wrap with flatparam's"
             )
-
-
-def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
-    """Map keys of a state dict to encoded results of ``get_extra_state``; their tensors go into ``values``."""
-    found, bare = {}, bare_names(module)
-    for path, inner in module.named_modules():
-        if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            key = bare(join(path, "_extra_state"))
-            found[key] = encode(inner.get_extra_state(), key, values)
-    return found
 
 
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
@@ -243,7 +235,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
         else:
             states.setdefault(held.name, {})[key] = kind
         if kind == "one" and not (of_piece and value.dim()):
-            plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
+            plan._put(OPTIMIZER, 0, rank, Part.whole(name, value.detach()))
     told: dict[str, Any] = {"states": states, "pieces": pieces, "keys": keys}
     for group in named.groups:
         alike["group"][str(group.number)] = _seen(group.settings)

@@ -38,6 +38,9 @@ class Source:
     model: Mapping[str, list[Chunk]]
     optimizer: Mapping[str, list[Chunk]]
     own: Mapping[str, list[Chunk]] = {}
+    about: Mapping[str, Any] = {}  # the index's
+    alone: Mapping[str, list[Chunk]] = {}  # boxes that the loading rank saved alone: they replace the model's
+    values: Mapping[str, Any] = {}  # entries of the state dict that are no tensors, for the loading rank
     digest: str  # equal on ranks that read the same checkpoint
     look: Look | None = None  # called with each tensor that ``whole`` reads
 
@@ -79,14 +82,18 @@ class Source:
         """Read a box into ``read.out``. Raises: FileError, OSError."""
         self.entry(read.chunk).read_box(read.begin, read.out)
 
+    def fill(self, key: str, chunks: list[Chunk], dense: Dense, start: int, out: Tensor) -> None:
+        """Check and read elements of ``key`` into ``out``. Arguments: of ``reads_of``. Raises: as ``check``."""
+        reads = reads_of(key, chunks, dense, start, out)
+        check_reads(self, reads, None, lambda count: None)
+        for read in reads:
+            self.read(read)
+
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """Read a whole tensor into new host memory and compare its checksums. Raises: as ``check``."""
         check_whole(key, chunks)
         out = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(key), device="cpu")
-        reads = reads_of(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
-        check_reads(self, reads, None, lambda count: None)
-        for read in reads:
-            self.read(read)
+        self.fill(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
         if self.look is not None:
             self.look(chunks[0], out)
         return out
@@ -123,6 +130,7 @@ class Checkpoint(Source):
     def __init__(self, folder: Path):
         self.folder = folder
         self.index: Index = read_index(folder)
+        self.about = self.index.about
         self.model = self.index.tensors.get(MODEL, {})
         self.optimizer = self.index.tensors.get(OPTIMIZER, {})
         self.own = self.index.tensors.get(RANKS, {})

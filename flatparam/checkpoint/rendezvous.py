@@ -58,31 +58,28 @@ class Rendezvous:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def agree(
-        self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any], *, is_last: bool = False
-    ) -> Any:
-        """Call ``decide`` on the first rank with all ranks' ``mine``; return its result on every rank.
+    def agree(self, work: Callable[[], Any], decide: Callable[[list[Any]], Any], *, is_last: bool = False) -> Any:
+        """Call ``work``, then on the first rank ``decide`` with all ranks' results; return its result on every rank.
 
-        All ranks call it. ``mine`` and the result are values for JSON. ``error``: this rank has failed; ``decide`` is
-        then not called. ``is_last``: the first rank waits until all have read, as its process may end and the store
-        with it. Raises: on every rank: ``error``, as it is or as a CheckpointError, on the rank that passed it; else a
-        CheckpointError with the first rank's error.
+        All ranks call it. All results are values for JSON. If ``work`` raises on a rank, ``decide`` is not called.
+        ``is_last``: the first rank waits until all have read, as its process may end and the store with it.
+        Raises: on every rank: the rank's own error, as it is or as a CheckpointError; else a CheckpointError with the
+        first rank's error.
         """
+        mine = None
+        error: BaseException | None = None
         failed: BaseException | None = None
-        if self._store is None:
-            answer = [None, None]
+        try:
             try:
-                answer[1] = decide([mine]) if error is None else None
-            except Exception as failure:
-                failed = failure
-        else:
+                mine = work()
+            except Exception as caught:
+                error = caught
             told = None if error is None else f"rank {self._me}: {_said(error)}"
             try:
-                answer, failed = self._exchange(self._store, [told, mine], decide, is_last)
+                answer, failed = self._exchange([told, mine], decide, is_last)
             except StoreGoneError as gone:
                 raise StoreGoneError(f"{self.what}: {gone}") from gone
-        error = error or failed
-        try:
+            error = error or failed
             if error is not None:
                 raise self._own(error)
         finally:
@@ -92,13 +89,14 @@ class Rendezvous:
         return answer[1]
 
     def _exchange(
-        self, store: Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
+        self, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
     ) -> tuple[list[Any], BaseException | None]:
         """Return ``([reason of a failure or None, result], the first rank's own exception or None)``."""
         self._round += 1
-        own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
-        store.set(own, json.dumps(mine))
-        if not self.is_first:
+        store, own, verdict = self._store, f"{self._round}/{self._me}", f"{self._round}/all"
+        if store is not None:
+            store.set(own, json.dumps(mine))
+        if store is not None and not self.is_first:
             liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
             answer = json.loads(store.values_at([verdict])[0])
             readers = f"{self._round}/readers"
@@ -110,18 +108,21 @@ class Rendezvous:
         answer = [None, None]
         failed: BaseException | None = None
         try:
-            liveness.wait_for_keys(store, keys, self.ranks, takes_long=True)
-            said = [json.loads(one) for one in store.values_at(keys)]
+            said = [mine]
+            if store is not None:
+                liveness.wait_for_keys(store, keys, self.ranks, takes_long=True)
+                said = [json.loads(one) for one in store.values_at(keys)]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
             if answer[0] is None:
                 answer[1] = decide([one[1] for one in said])
         except Exception as failure:
             answer[0], failed = f"rank {self._me}: {_said(failure)}", failure
-        store.set(verdict, json.dumps(answer))
-        for key in keys:
-            store.delete(key)
-        if is_last or answer[0] is not None:  # this process may end after this, and the store with it
-            liveness.wait_until(lambda: not store.check([verdict]))
+        if store is not None:
+            store.set(verdict, json.dumps(answer))
+            for key in keys:
+                store.delete(key)
+            if is_last or answer[0] is not None:  # this process may end after this, and the store with it
+                liveness.wait_until(lambda: not store.check([verdict]))
         try:
             return answer, failed
         finally:

@@ -56,18 +56,18 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
             for inner in module.modules():
                 if isinstance(inner, Wrapper):
                     inner._check_idle_here("load_safetensors")
-            loading.plan(files, strict)
+            loading.read(files, strict)
         except Exception as caught:
             error = caught
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        agree_on_loading("load_safetensors", units, said, loading.values)
+        agree_on_loading("load_safetensors", units, error, loading.values)
     except BaseException as failure:
         loading.undo()
         raise failure from error
     finally:
         error = None  # its traceback holds this frame, and with it the model
         loading.close()
-    return loading.commit()
+    loading.commit()
+    return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
 class _Given(Foreign):
@@ -78,39 +78,38 @@ class _Given(Foreign):
         self.model, self.optimizer = whole_tensors(files), {}
 
 
-class _Loading:
+class _Loading(ModelPlan):
     """One load on this rank. ``values``: digests that must be equal on all ranks. Owns the open files."""
 
     def __init__(self, module: nn.Module):
+        super().__init__(module)
         self.values: Values = {}
-        self._module = module
         self._read: dict[LocalParam, Tensor] = {}  # target -> the elements read: in place, or in a copy
         self._reader: Files | None = None
-        self._plan = ModelPlan(module)
 
-    def plan(self, files: Paths, strict: bool) -> None:
+    def read(self, files: Paths, strict: bool) -> None:
         """Check all names and read this rank's elements. Raises: an exception; the caller then calls ``undo``."""
-        held = list(local_params_of(self._module, name_of=bare_names(self._module)))
+        held = list(local_params_of(self.module, name_of=bare_names(self.module)))
         refuse_forms(held, "load_safetensors", "load it before it is parallelized, or by a state dict")
         reader = self._reader = Files(files)
-        source, plan = _Given(reader), self._plan
+        source = _Given(reader)
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
-            plan.plan(held, source, into=self._into)
+            self.plan(held, source, into=self._into)
         lines = [
             f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + "."
-            for kind, names in (("Missing", plan.missing), ("Unexpected", plan.unexpected))
+            for kind, names in (("Missing", self.missing), ("Unexpected", self.unexpected))
             if names
         ]
         if strict and lines:
             raise RuntimeError(" ".join(lines))
-        for read in plan.reads:
+        for read in self.reads:
             source.read(read)
-        plan.check_tied(source)
+        self.check_tied(source)
         self.values["the header"] = (None, reader.digest)
-        for one, names in plan.names.items():
+        for one, names in self.names.items():
             if one.unit is not None:
                 self.values |= {name: (one.unit, sample_of(reader.entries[name])) for name in names}
-        for one, whole in plan.taken.values.items() if plan.taken is not None else ():
+        for one, whole in self.taken.values.items() if self.taken is not None else ():
             if one.unit is not None:
                 self.values[one.name] = (one.unit, f"{whole.dtype} {digest_of(whole)}")
 
@@ -120,20 +119,19 @@ class _Loading:
         return self._read[one]
 
     @torch.no_grad()
-    def commit(self) -> _IncompatibleKeys:
+    def commit(self) -> None:
         """Copy the elements read into the module, and tell the units."""
         for one, value in self._read.items():
             if value is not one.flat:
                 one.flat.copy_(value)
-        self._plan.commit()
-        return _IncompatibleKeys(self._plan.missing, self._plan.unexpected)
+        super().commit()
 
     def undo(self) -> None:
         """Restore the module."""
         for one, value in self._read.items():
             if value is one.flat:
                 blank(value)
-        self._plan.undo()
+        super().undo()
 
     def close(self) -> None:
         if self._reader is not None:

@@ -202,12 +202,14 @@ class _Saving:
         self.overwrite = overwrite
         self.rendezvous = rendezvous = Rendezvous(group, "checkpoint.save")
         self.path = Path()
-        self.plan, self.units = SavePlan(), []
+        self.plan = SavePlan()
+        self.units: list[dict[str, Any]] = []
         self.error: BaseException | None = None  # of the copy, which write() raises on all ranks
-        error: BaseException | None = None
         own = ""
         self.id = secrets.token_hex(16)
-        try:
+
+        def plan() -> list[Any]:
+            nonlocal own
             self.path = Path(os.path.realpath(path))
             unheard = _take_unheard()
             if unheard is not None:
@@ -217,11 +219,11 @@ class _Saving:
             if rendezvous.is_first:
                 self.units = describe_units(model)
             own = self.plan.alone.digest() if rendezvous.size > 1 else ""
-        except Exception as caught:
-            error = caught
-        mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer)), trainable_only]
+            labels = None if optimizer is None else list(labelled(optimizer))
+            return [str(self.path), self.id, own, labels, trainable_only]
+
         try:
-            self.id, first = rendezvous.agree(mine, error, self._begin)
+            self.id, first = rendezvous.agree(plan, self._begin)
             self.plan.keep_alone(rendezvous.rank, first != own)
             self.folder = self._partial(self.id)
             self.meter = Meter(f"save {self.path.name}", progress and rendezvous.is_first)
@@ -287,42 +289,35 @@ class _Saving:
     def write(self) -> Summary:
         """Write this rank's files; the first rank then writes the index and renames the folder. Raises: as ``save``."""
         mine = self.plan.bytes
+        self.meter.expect(mine)
         try:
-            total = self._write(mine)
+            total = self.rendezvous.agree(self._write, self._finish, is_last=True)
+        except BaseException:
+            if self.rendezvous.is_first:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         finally:
             _under_way.pop(self.folder, None)
             self.plan = SavePlan()  # free the copies: the user may keep the Pending
             seconds = self.meter.close()
         return Summary(str(self.path), self.id, total, mine, seconds)
 
-    def _write(self, mine: int) -> int:
-        rendezvous = self.rendezvous
-        error: BaseException | None = None
-        seal = 0
-        self.meter.expect(mine)
-        try:
-            if self.error is not None:
-                raise self.error
-            if not self.folder.is_dir():
-                raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
-            told = self.plan.told
-            told["files"] = {
-                name: write_file(self.folder, name, parts, self.meter.add) for name, parts in self.plan.parts.items()
-            }
-            seal = write_sealed(self._table(rendezvous.rank), told)
-            told.clear()
-            self.plan.parts.clear()  # free memory before the index, which is as large
-            for folder in (MODEL, OPTIMIZER, RANKS):
-                sync_folder(self.folder / folder)
-        except Exception as caught:
-            error = caught
-        try:
-            total: int = rendezvous.agree(seal, error, self._finish, is_last=True)
-        except BaseException:
-            if rendezvous.is_first:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-        return total
+    def _write(self) -> int:
+        """Write this rank's files and their table. Returns: the checksum of the table."""
+        if self.error is not None:
+            raise self.error
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
+        told = self.plan.told
+        told["files"] = {
+            name: write_file(self.folder, name, parts, self.meter.add) for name, parts in self.plan.parts.items()
+        }
+        seal = write_sealed(self._table(self.rendezvous.rank), told)
+        told.clear()
+        self.plan.parts.clear()  # free memory before the index, which is as large
+        for folder in (MODEL, OPTIMIZER, RANKS):
+            sync_folder(self.folder / folder)
+        return seal
 
     def _table(self, rank: int) -> Path:
         return self.folder / RANKS / f"rank-{rank:05}.json"

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..common.torch_private import _pytree
 from ..fsdp.sharding.pytrees import find_tensors
 from ..fsdp.unit.local_params import LocalParam, UnitParam
 from .errors import CheckpointError
@@ -133,7 +134,8 @@ class StandIns(TorchFunctionMode):
                     f"a module's own code computes with `{other.name}` ({field or name}) while it saves or loads a "
                     "state dict, where no rank has all of its values: keep the result in a buffer, or in `extra`"
                 )
-        return func(*_mapped(args, self.values), **_mapped(kwargs, self.values))
+        args, kwargs = _pytree.tree_map(self.values, (args, kwargs))
+        return func(*args, **kwargs)
 
     def note(self, held: LocalParam, source: Any) -> None:
         """Record that ``source`` is copied into ``held``. Raises: CheckpointError if it is no value of the file."""
@@ -153,14 +155,6 @@ def _converts(value: Tensor, arguments: Iterable[Any]) -> bool:
     """Whether ``value.to(*arguments)`` would change the dtype."""
     dtypes = (one.dtype if isinstance(one, Tensor) else one for one in arguments)
     return any(isinstance(dtype, torch.dtype) and dtype != value.dtype for dtype in dtypes)
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if type(value) is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return change(value)
 
 
 @contextmanager

@@ -98,9 +98,7 @@ def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
             metadata.append(ShardMetadata([number * layout.shard_numel], [numel], where))
     mine = layout.shard(placement.rank).numel
     offsets = [placement.rank * layout.shard_numel]
-    local = [Shard.from_tensor_and_offsets(flat[:mine], offsets, dist.get_rank(group))] if mine else []
-    for shard in local:
-        shard.metadata = next(one for one in metadata if one.shard_offsets == offsets)
+    local = [Shard(flat[:mine], one) for one in metadata if one.shard_offsets == offsets]
     properties = TensorProperties(dtype=flat.dtype, pin_memory=flat.is_pinned())
     sharded = ShardedTensor._init_from_local_shards_and_global_metadata(
         local, ShardedTensorMetadata(metadata, torch.Size([layout.numel]), properties), process_group=group

@@ -24,10 +24,9 @@ from .table import Table
 from .values import described
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return the ``value`` of the first rank of ``group``, on all ranks. A collective call: two broadcasts."""
+def _from_first(data: bytes, group: dist.ProcessGroup) -> Any:
+    """Return the object that the first rank has pickled as ``data``. A collective call: two broadcasts."""
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
-    data = pickle.dumps(value) if dist.get_rank(group) == 0 else b""
     size = torch.tensor([len(data)], device=device)
     _broadcast(size, group)
     buffer = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device)
@@ -46,14 +45,11 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
     its elements. Raises: ValueError on every rank, if the first rank has no state, or one that cannot be pickled.
     """
     is_first = dist.get_rank(group) == 0
-    header: Any = None
-    if is_first:
-        try:
-            header = _header(table, full) if full else "rank 0 has no full optimizer state"
-            pickle.dumps(header)
-        except Exception as error:
-            header = f"rank 0 has a state that cannot be sent to other ranks: {type(error).__name__}: {error}"
-    header = broadcast_object(header, group)
+    try:
+        data = pickle.dumps(_header(table, full) if full else "rank 0 has no full optimizer state") if is_first else b""
+    except Exception as error:
+        data = pickle.dumps(f"rank 0 has a state that cannot be sent to other ranks: {type(error).__name__}: {error}")
+    header = _from_first(data, group)
     if isinstance(header, str):
         raise ValueError(header)
     whole = by_first_name(table, full.get("state", {})) if is_first and full else {}

@@ -5,7 +5,6 @@ State dicts, optimizer states, safetensors files and checkpoints use these. Noth
 
 import hashlib
 from collections.abc import Callable, Container
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ def note_filled(module: nn.Module, names: Container[str], name_of: Callable[[str
     ``name_of``: maps a name in ``module`` to the name that ``names`` uses.
     """
     for unit, paths in unit_paths(module).items():
-        others = unit.without(partial(_is_in, names, name_of, paths))
+
+        def is_loaded(fqn: str, paths: list[str] = paths) -> bool:
+            return any(name_of(join(path, fqn)) in names for path in paths)
+
+        others = unit.without(is_loaded)
         unit.filled(others)
         unit.loaded(others)
-
-
-def _is_in(names: Container[str], name_of: Callable[[str], str], paths: list[str], fqn: str) -> bool:
-    return any(name_of(join(path, fqn)) in names for path in paths)
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -53,16 +52,17 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
     return kind_of(source) == kind_of(dtype) != "integer"
 
 
-def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Values) -> None:
+def agree_on_loading(what: str, units: list[Unit], error: Exception | None, values: Values) -> None:
     """Let all ranks that share a unit agree that ``what`` may go on. A collective call over the units' groups.
 
-    ``error``: why this rank cannot load, or None. ``values``: digests of the values that it would load; each group
+    ``error``: of a rank that cannot load, or None. ``values``: digests of the values that it would load; each group
     compares the values of its units, and those without a unit. A rank that has failed, or fails to agree, is reported
     over all its groups, so that no rank loads alone.
     Raises: RuntimeError on all these ranks, naming the first rank that failed or differs, and the parameter.
     """
     me = dist.get_rank() if dist.is_initialized() else 0
-    failed = (me, error, None) if error is not None else None
+    failed = (me, f"{type(error).__name__}: {error}", None) if error is not None else None
+    error = None  # its traceback holds the caller's frame
     groups: dict[int, tuple[Any, set[Unit]]] = {}
     for unit in units:
         for group in unit.options.placement.compared:

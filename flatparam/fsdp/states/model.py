@@ -7,12 +7,15 @@ compares with the other ranks (`loading.py`): after a failure on any rank all ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import StateDictType
@@ -23,14 +26,14 @@ from ...common.warned import one_of_each, warn_user
 from ..desync.checked_collectives import settle, still_troubled, telling
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
-from ..sharding.parameters import Name, ParamInfo
+from ..sharding.parameters import ParamInfo
 from ..sharding.unit_description import digest_of
 from ..unit.base import Wrapper
-from ..unit.local_params import LocalParam, UnitParam
+from ..unit.local_params import LocalParam, UnitParam, local_params_of
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
 from .entries import is_own, own_params, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
-from .loading import Values, agree_on_loading
+from .loading import Values, agree_on_loading, kind_of
 from .rows import (
     agree_on_rows,
     check_rows,
@@ -42,13 +45,26 @@ from .rows import (
 )
 from .snapshot import Before
 from .table import Table
-from .ungathered import is_ungathered
-from .validate import checked_values
-from .values import copy_of, same, shape_of
+from .values import copy_of, dtype_of, same, shape_of
 
 # (id of the wrapper, prefix) -> its entries. An inner unit is saved before the outer one is gathered, so that only one
 # unit has memory at a time; torch's recursion then finds the entries here.
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
+
+_of_thread = threading.local()
+
+
+def ungathered() -> _C.Block:
+    """Return a block in which wrappers save and load as ``nn.Module`` does, under the names of the unwrapped model.
+
+    No collective call in it. It holds for this thread alone; blocks may be nested.
+    """
+    before = is_ungathered()
+    return _C.Block(lambda: setattr(_of_thread, "on", True), lambda: setattr(_of_thread, "on", before))
+
+
+def is_ungathered() -> bool:
+    return getattr(_of_thread, "on", False)
 
 
 def state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
@@ -101,16 +117,24 @@ def _gathered_state(wrapper: Wrapper, prefix: str, destination: Any, kwargs: dic
             inner.state_dict(destination=given, prefix=path, keep_vars=keep_vars)
             below.append((id(inner), path))
             _ready[below[-1]] = given
-        metadata = getattr(destination, "_metadata", {})
-        counts = len(destination), len(metadata)
-        _add_own(wrapper, kwargs, prefix + FSDP_PREFIX, kind, gathers)
+        count = len(destination)
+        with _renamed(destination, prefix):
+            _add_own(wrapper, kwargs, prefix + FSDP_PREFIX, kind, gathers)
     finally:
         for key in below:
             _ready.pop(key, None)
-    for mapping, count in zip((destination, metadata), counts, strict=True):
-        rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
-    _convert(wrapper, destination, prefix, counts[0] if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT else None)
+    _convert(wrapper, destination, prefix, count if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT else None)
     return destination
+
+
+@contextlib.contextmanager
+def _renamed(destination: Any, prefix: str) -> Iterator[None]:
+    """After the block, give the entries that it has added, and their metadata, the names of the unwrapped model."""
+    mappings = [destination, getattr(destination, "_metadata", {})]
+    counts = list(map(len, mappings))
+    yield
+    for mapping, count in zip(mappings, counts, strict=True):
+        rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
 
 
 def _add_own(wrapper: Wrapper, kwargs: dict[str, Any], prefix: str, kind: StateDictType, gathers: bool) -> None:
@@ -153,11 +177,8 @@ def _convert(wrapper: Wrapper, destination: dict[str, Any], prefix: str, on_host
 def _ungathered_state(wrapper: Wrapper, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
     """Return the entries that ``nn.Module`` makes from the current tensors, under the unwrapped model's names."""
     found = _empty() if destination is None else destination
-    metadata = getattr(found, "_metadata", {})
-    counts = len(found), len(metadata)
-    super(Wrapper, wrapper).state_dict(**{**kwargs, "destination": found})
-    for mapping, count in zip((found, metadata), counts, strict=True):
-        rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+    with _renamed(found, prefix):
+        super(Wrapper, wrapper).state_dict(**{**kwargs, "destination": found})
     return found
 
 
@@ -186,7 +207,7 @@ def load_state_dict(wrapper: Wrapper, state_dict: Any, strict: bool = True, assi
             result = super(Wrapper, wrapper).load_state_dict(state_dict, strict=strict, assign=assign)
             wrappers = [each for each in wrapper.modules() if isinstance(each, Wrapper)]
             values = {name: value for each in wrappers for name, value in each._written.items()}
-            values |= checked_values(wrapper, state_dict, {unit for unit, _ in values.values()})
+            values |= _checked_values(wrapper, state_dict, {unit for unit, _ in values.values()})
         except BaseException:
             _end_loadings(wrapper, keeps=False)
             raise
@@ -197,10 +218,9 @@ def load_state_dict(wrapper: Wrapper, state_dict: Any, strict: bool = True, assi
         before.restore()
         raise
     try:
-        said = None if error is None else f"{type(error).__name__}: {error}"
         parts = [flat_param for unit in units for flat_param in unit.flat_params]
         with still_troubled(parts, error):  # other ranks perhaps come to the gather of a further unit
-            agree_on_loading("load_state_dict", units, said, values)
+            agree_on_loading("load_state_dict", units, error, values)
     except RuntimeError as told:
         before.restore()
         raise (told if error is None else error) from None
@@ -224,27 +244,10 @@ def end_loading(wrapper: Wrapper, keeps: bool = True) -> None:
         wrapper._loading = None
 
 
-# Methods of torch 1.12's class
-
-
-def local_state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
-    with wrapper.state_dict_type(wrapper, StateDictType.LOCAL_STATE_DICT):
-        return wrapper.state_dict(*args, **kwargs)
-
-
-def sharded_state_dict(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
-    with wrapper.state_dict_type(wrapper, StateDictType.SHARDED_STATE_DICT):
-        return wrapper.state_dict(*args, **kwargs)
-
-
-def load_local_state_dict(wrapper: Wrapper, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    with wrapper.state_dict_type(wrapper, StateDictType.LOCAL_STATE_DICT):
-        return wrapper.load_state_dict(state_dict, *args, **kwargs)
-
-
-def load_sharded_state_dict(wrapper: Wrapper, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    with wrapper.state_dict_type(wrapper, StateDictType.SHARDED_STATE_DICT):
-        return wrapper.load_state_dict(state_dict, *args, **kwargs)
+def in_form(wrapper: Wrapper, /, form: StateDictType, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call ``method`` of ``wrapper``, ``state_dict`` or ``load_state_dict``, in ``form``."""
+    with wrapper.state_dict_type(wrapper, form):
+        return getattr(wrapper, method)(*args, **kwargs)
 
 
 def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
@@ -328,29 +331,22 @@ class _Watched:
     def __init__(self, unit: Unit, params: list[UnitParam], own: list[str], state: Mapping[str, Any]):
         self.unit, self.own, self._params = unit, own, params
         self._given = {key: state[key] for param in self._params for key in param.names if key in state}
-        places = (place for param in self._params for place in param.original.names)
-        self._before = [(place, *_version(place)) for place in places]
+        self._before = [_versions(param) for param in params]
 
     def outcome(self) -> tuple[list[ParamInfo], Values]:
         """Return the parameters that the load did not write, and digests of the values of the others by FQN."""
-        now = {id(place): _version(place) for place, _, _ in self._before}
-        changed = {
-            id(place): now[id(place)][0]
-            for place, param, version in self._before
-            if now[id(place)][0] is not param or now[id(place)][1] != version
-        }
         missing: list[ParamInfo] = []
         written: Values = {}
-        for one in self._params:
-            original = one.original
-            param = next((changed[id(place)] for place in original.names if id(place) in changed), None)
+        for one, before in zip(self._params, self._before, strict=True):
+            original, now = one.original, _versions(one)
+            pairs = zip(now, before, strict=True)
+            changed = [new[0] for new, old in pairs if new[0] is not old[0] or new[1] != old[1]]
+            param = changed[0] if changed else now[0][0]
             given = [self._given[key] for key in one.names if key in self._given]
-            if param is None:
-                param = now[id(original.names[0])][0]
-                if not any(_has(param, value) for value in given):
-                    missing.append(original)
-                    if not given:
-                        continue
+            if not changed and not any(_has(param, value) for value in given):
+                missing.append(original)
+                if not given:
+                    continue
             value = original.plain(param.detach())
             written[clean_tensor_name(one.name)] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
         return missing, written
@@ -365,10 +361,10 @@ def _has(param: Tensor, value: Any) -> bool:
     return same(value.detach().to(param.device, param.dtype), param.detach())
 
 
-def _version(place: Name) -> tuple[Tensor, int]:
-    param = place.module._parameters[place.name]
-    assert param is not None
-    return param, param._version
+def _versions(param: UnitParam) -> list[tuple[Tensor, int]]:
+    """Return the tensor at each place of ``param`` in the modules, with its version."""
+    shown: list[Any] = [place.module._parameters[place.name] for place in param.original.names]
+    return [(tensor, tensor._version) for tensor in shown]
 
 
 def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[ParamInfo]:
@@ -413,3 +409,34 @@ def _checked(key: str, param: UnitParam, value: Any) -> Any:
     elif not isinstance(value, DTensor):
         raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
     return value
+
+
+def _checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Unit | None]) -> Values:
+    """Return digests of the whole values in ``state``, which must be the same on all ranks that share a unit.
+
+    Left out are units in ``compared``, whose digests the caller has already, and values that are the module's own
+    parameters, of which ranks have different slices. This rank's values are checked; the caller compares over ranks.
+
+    Raises: RuntimeError naming the key, if the module's tensor has another kind of dtype (floating, complex, integer:
+    see ``kind_of``), or an integer dtype that cannot hold a value.
+    """
+    params = {name: one for one in local_params_of(module) for name in one.names}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
+    dtypes |= {name: one.owner.dtype for name, one in params.items()}
+    found: dict[UnitParam, set[str]] = {}  # ranks may use different FQNs of a tied parameter
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        name, in_rows = clean_tensor_name(key), is_rows(value)
+        has, dtype = dtype_of(value), dtypes.get(name)
+        if dtype is not None and has != dtype:
+            if kind_of(has) != kind_of(dtype):
+                raise RuntimeError(f"`{key}` has dtype {has}, which cannot be loaded into {dtype}: convert it first")
+            if kind_of(dtype) == "integer" and not in_rows and not torch.equal(value.to(dtype).to(has), value):
+                raise RuntimeError(f"`{key}` of {has} has values that {dtype} cannot hold")
+        one = params.get(name)
+        if isinstance(one, UnitParam) and one.unit not in compared and not in_rows and not is_own(value, one):
+            digest = digest_of(value.detach().cpu().contiguous())
+            found.setdefault(one, set()).add(f"{has} {tuple(value.shape)} {digest}")
+    return {one.name: (one.unit, " ".join(sorted(digests))) for one, digests in found.items()}

@@ -10,13 +10,14 @@ the optimizer has them. Parameters without state are left out.
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ...common.warned import warn_user
@@ -26,9 +27,8 @@ from ..errors import StateError
 from ..unit.local_params import LocalParam, UnitParam
 from ..unit.unit import units_of
 from .from_rank0 import from_first
-from .ids import rekeyed
 from .optimizer_classes import class_of, why_not
-from .optimizer_loading import cut, from_here
+from .optimizer_loading import cut
 from .optimizer_saving import Sink, unsharded_state
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .table import Table, settings_of
@@ -50,7 +50,10 @@ def full_optim_state_dict(
     A collective call. Peak memory: the result, and one state tensor of the largest unit.
     Raises: ValueError naming parameter and key, if ranks have different keys or values for a parameter.
     """
-    return _full(model, optim, _state_of(model, optim), optim_input, rank0_only, group, to_cpu=True)
+    wants = not rank0_only or dist.get_rank(group) == 0
+    return _unsharded(
+        model, _state_of(model, optim), optim if optim_input is None else _warned(optim_input), True, wants=wants
+    )
 
 
 @or_torchs
@@ -67,10 +70,9 @@ def optim_state_dict(
     settings = settings_of(model)
     config = settings.optim_state_dict_config
     given = _state_of(model, optim) if optim_state_dict is None else optim_state_dict
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        return _sharded(model, optim, given, to_cpu=config.offload_to_cpu)
-    rank0_only = getattr(config, "rank0_only", False)
-    return _full(model, optim, given, None, rank0_only, group, to_cpu=config.offload_to_cpu)
+    in_rows = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+    wants = in_rows or not getattr(config, "rank0_only", False) or dist.get_rank(group) == 0
+    return _unsharded(model, given, optim, config.offload_to_cpu, in_rows, wants)
 
 
 @or_torchs
@@ -81,7 +83,7 @@ def sharded_optim_state_dict(
 
     A collective call. Raises: ValueError naming parameter and key, if ranks have different keys or values.
     """
-    return _sharded(model, optim, _state_of(model, optim), to_cpu=False)
+    return _unsharded(model, _state_of(model, optim), optim, False, in_rows=True)
 
 
 @or_torchs
@@ -93,8 +95,8 @@ def flatten_sharded_optim_state_dict(
     A collective call. Raises: ValueError naming parameter and key, on all ranks, if the state does not fit on one.
     """
     table = Table(model)
-    fetch = _rows_of(table, sharded_optim_state_dict)
-    return _cut(table, plain_state(table, sharded_optim_state_dict), fetch, optim, None)
+    _agree_on(table, sharded_optim_state_dict)
+    return _cut(table, sharded_optim_state_dict, optim)
 
 
 @or_torchs
@@ -108,9 +110,7 @@ def shard_full_optim_state_dict(
 
     No communication. Raises: ValueError naming parameter and key, if the state does not fit.
     """
-    table = Table(model)
-    full = plain_state(table, full_optim_state_dict)
-    return _cut(table, full, from_here(table, full.get("state", {})), optim, optim_input)
+    return _cut(Table(model), full_optim_state_dict, optim, optim_input)
 
 
 @or_torchs
@@ -129,7 +129,7 @@ def scatter_full_optim_state_dict(
         optim, group = None, optim
     table = Table(model)
     header, fetch = _from_first(table, full_optim_state_dict, group)
-    return _cut(table, header, fetch, optim, optim_input)
+    return _cut(table, header, optim, optim_input, fetch)
 
 
 @or_torchs
@@ -142,9 +142,40 @@ def rekey_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a full state with FQNs for keys, or with the numbers that the optimizer of the unwrapped model uses.
 
-    The same object, if it has these keys already. Raises: ValueError for keys of both kinds, or of no parameter.
+    The same object, if it has these keys already; else a new one with the same values. The members of each group are
+    sorted, as torch's function sorts them. Raises: ValueError for keys of both kinds, or of no parameter.
     """
-    return rekeyed(optim_state_dict, optim_state_key_type, model, optim if optim is not None else _warned(optim_input))
+    state, given = optim_state_dict, optim if optim is not None else _warned(optim_input)
+    if optim_state_key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise ValueError(f"expected key_type to be an OptimStateKeyType, got {optim_state_key_type!r}")
+    wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
+    kinds = {type(key) for key in state["state"]}
+    if not kinds:
+        kinds = {type(key) for group in state.get("param_groups", ()) for key in group["params"]}
+    if kinds - {int, str} or len(kinds) > 1:
+        raise ValueError(
+            f"expected the optimizer's state to have names or numbers for keys, got {sorted(k.__name__ for k in kinds)}"
+        )
+    if kinds <= {wanted}:
+        return state
+    stepped = [one for group in Table(model).groups(given) for one in group]
+    keys: dict[Any, Any] = {}
+    for number, one in enumerate(stepped):
+        for name in one.params[0].names:
+            keys.update({name: number} if wanted is int else {number: one.params[0].name})
+    try:
+        result: dict[str, Any] = {"state": {keys[key]: value for key, value in state["state"].items()}}
+        if "param_groups" in state:
+            result["param_groups"] = [
+                {**copy.deepcopy(group), "params": sorted(keys[key] for key in group["params"])}
+                for group in state["param_groups"]
+            ]
+    except KeyError as error:
+        raise ValueError(
+            f"the optimizer's state has {error.args[0]!r}, which is no parameter of {type(model).__name__} that the "
+            "optimizer has"
+        ) from None
+    return result
 
 
 @or_torchs
@@ -166,15 +197,12 @@ def optim_state_dict_to_load(
     if isinstance(first, Mapping):  # the order of arguments in torch 2.0
         model, optim, optim_state_dict = optim, optim_state_dict, first  # type: ignore[assignment]
     settings, table = settings_of(model), Table(model)
-    full: Mapping[str, Any] = optim_state_dict
+    fetch, state = None, optim_state_dict
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        fetch, full = _rows_of(table, full), plain_state(table, full)
+        _agree_on(table, state)
     elif getattr(settings.optim_state_dict_config, "rank0_only", False):
-        full, fetch = _from_first(table, optim_state_dict, group)
-    else:
-        full = plain_state(table, full)
-        fetch = from_here(table, full.get("state", {}))
-    result = _cut(table, full, fetch, optim, None, named=is_named_optimizer)
+        state, fetch = _from_first(table, state, group)
+    result = _cut(table, state, optim, None, fetch, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -211,34 +239,26 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
     return from_first(table, None if full is None else plain_state(table, full), found)
 
 
-def _full(
+def _unsharded(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
-    optim_input: OptimInput,
-    rank0_only: bool,
-    group: dist.ProcessGroup | None,
-    *,
+    optim: torch.optim.Optimizer | OptimInput,
     to_cpu: bool,
+    in_rows: bool = False,
+    wants: bool = True,
 ) -> dict[str, Any]:
+    """Return ``given`` in full or ``in_rows``; empty if this rank does not want it. ``optim``: as ``Table.groups``."""
     table = Table(model)
-    groups = table.groups(optim if optim_input is None else _warned(optim_input))
-    shown = not rank0_only or dist.get_rank(group) == 0
-    sink = Sink(lambda param, whole: copy_of(whole, to_cpu), to_cpu) if shown else None
-    return unsharded_state(table, given, groups, sink)
+
+    def take(param: UnitParam, whole: Tensor) -> Any:
+        return cut_rows(param, whole, to_cpu=to_cpu) if in_rows else copy_of(whole, to_cpu)
+
+    return unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu) if wants else None)
 
 
-def _sharded(
-    model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any], *, to_cpu: bool
-) -> dict[str, Any]:
-    table, take = Table(model), functools.partial(cut_rows, to_cpu=to_cpu)
-    return unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu))
-
-
-def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:
-    """Return the ``Fetch`` of a sharded state. Raises: RuntimeError on every rank, if it does not fit on one."""
+def _agree_on(table: Table, state: Mapping[str, Any]) -> None:
+    """Compare a sharded state over ranks. Raises: RuntimeError on every rank, if it does not fit on one."""
     agree_on_rows("optim_state_dict_to_load", table.units, _checked(table, state.get("state", {})))
-    return from_rows(table, state.get("state", {}))
 
 
 def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, LocalParam, Any]]:
@@ -254,8 +274,16 @@ def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[t
 
 
 def _cut(
-    table: Table, full: Mapping[str, Any], fetch: Any, optim: Any, optim_input: OptimInput, named: bool = False
+    table: Table,
+    full: Mapping[str, Any],
+    optim: Any,
+    optim_input: OptimInput = None,
+    fetch: Any = None,
+    named: bool = False,
 ) -> dict[str, Any]:
+    """Return the result of ``cut``. ``fetch``: None for a state that this rank has, in full or in rows."""
+    if fetch is None:
+        fetch, full = from_rows(table, full.get("state", {})), plain_state(table, full)
     groups = table.groups(optim if optim is not None else _warned(optim_input))
     own = None if optim is None else optim.param_groups
     if optim is not None:

@@ -2,7 +2,7 @@
 
 ``cut`` checks the whole state before it fetches the first tensor. The checks use only shapes, dtypes and small values,
 which all ranks have alike: all ranks raise, or all come to the same fetches. A ``Fetch`` brings the elements:
-``from_here`` from memory, `rows.py` by all-gathers, `from_rank0.py` by broadcasts. The optimizer is not changed.
+`rows.py` from memory or by all-gathers, `from_rank0.py` by broadcasts. The optimizer is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import StateError
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam
 from .table import SteppedParam, Table, settings_of_group
-from .values import Described, Like, Scalar, by_gather, classify, same
+from .values import Described, Like, Scalar, by_gather, classify, difference
 
 # fetch(flat parameter, key, dtype, parameters) yields (parameter, its elements on this rank: 1-D, in memory order). It
 # may be a collective call.
@@ -135,24 +135,18 @@ def shared_state(params: list[LocalParam], state: Mapping[str, Described]) -> De
             f"{_ALIKE}: `{first.name}` has `{scalar}`, and `{lacking.name}` has no state; use use_orig_params=True"
         )
     for param in having[1:]:
-        others = state[param.name]
-        for key in {**values, **others}:
-            if key not in values or key not in others:
-                has, lacks = (first, param) if key in values else (param, first)
-                raise StateError(
-                    f"optimizer state `{key}`: parameter `{has.name}` has it and `{lacks.name}` does not, and they are "
-                    "of one flat parameter: use use_orig_params=True"
-                )
-            mine, theirs = values[key], others[key]
-            if isinstance(mine, Like) and isinstance(theirs, Like):
-                fits = mine.dtype == theirs.dtype
-            else:
-                fits = same(mine, theirs)
-            if not fits:
-                raise StateError(
-                    f"{_ALIKE if not isinstance(mine, Like) else _ALIKE.replace('scalar ', '')}: optimizer state "
-                    f"`{key}` of parameters `{first.name}` and `{param.name}` differs; use use_orig_params=True"
-                )
+        key = difference(values, state[param.name])
+        if key is not None and not (key in values and key in state[param.name]):
+            has, lacks = (first, param) if key in values else (param, first)
+            raise StateError(
+                f"optimizer state `{key}`: parameter `{has.name}` has it and `{lacks.name}` does not, and they are "
+                "of one flat parameter: use use_orig_params=True"
+            )
+        if key is not None:
+            raise StateError(
+                f"{_ALIKE.replace('scalar ', '') if isinstance(values[key], Like) else _ALIKE}: optimizer state "
+                f"`{key}` of parameters `{first.name}` and `{param.name}` differs; use use_orig_params=True"
+            )
     return values
 
 
@@ -199,10 +193,7 @@ def _param_groups(
             )
         places[one] = next(iter(found), None)
     if own is None:
-        return [
-            {**settings_of_group(group), "params": [keys[one] for one, place in places.items() if place == number]}
-            for number, group in enumerate(given)
-        ]
+        own, groups = given, [[one for one in keys if places[one] == number] for number in range(len(given))]
     result = []
     for number, (members, mine) in enumerate(zip(groups, own, strict=True)):
         sources = dict.fromkeys(place for one in members if (place := places[one]) is not None)
@@ -222,12 +213,3 @@ def _param_groups(
             {**settings_of_group(source), "params": [keys[one] for one in members if places[one] is not None]}
         )
     return result
-
-
-def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
-    """Return the ``Fetch`` for a state that is whole on this rank. No communication."""
-    whole = by_first_name(table, state)
-
-    return lambda flat_param, key, dtype, params: (
-        (param, param.slice_of(whole[param.name][key])) for param in params if param.numel or not param.is_sharded
-    )

@@ -22,7 +22,7 @@ from ..errors import StateError
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam
 from .table import SteppedParam, Table, settings_of_group
-from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
+from .values import Described, Like, Scalar, by_gather, copy_of, described, difference, keys_of_one_shape, shapes_of
 
 _NOTHING = "nothing"  # told for a parameter without elements on that rank
 
@@ -153,19 +153,16 @@ def _merged(one: SteppedParam, ranks: list[int], everyone: list[Any]) -> Describ
             )
         if other == _NOTHING or other is values:
             continue
-        for key in {**values, **other}:
-            if key not in values or key not in other:
-                has, lacks = (first, rank) if key in values else (rank, first)
-                raise StateError(f"optimizer state `{key}` of parameter `{name}`: rank {has} has it, not rank {lacks}")
-            expected, found = values[key], other[key]
-            if isinstance(expected, Like) and isinstance(found, Like) and expected.dtype == found.dtype:
-                continue
-            if not same(expected, found):
-                raise StateError(
-                    f"optimizer state `{key}` of parameter `{name}` is {_said(expected)} on rank {first} and "
-                    f"{_said(found)} on rank {rank}: a value that has not the shape of the parameter's piece must be "
-                    "the same on all ranks; flatparam.checkpoint.save keeps it, for the same ranks and units"
-                )
+        key = difference(values, other)
+        if key is not None and not (key in values and key in other):
+            has, lacks = (first, rank) if key in values else (rank, first)
+            raise StateError(f"optimizer state `{key}` of parameter `{name}`: rank {has} has it, not rank {lacks}")
+        if key is not None:
+            raise StateError(
+                f"optimizer state `{key}` of parameter `{name}` is {_said(values[key])} on rank {first} and "
+                f"{_said(other[key])} on rank {rank}: a value that has not the shape of the parameter's piece must be "
+                "the same on all ranks; flatparam.checkpoint.save keeps it, for the same ranks and units"
+            )
     return dict(values)
 
 

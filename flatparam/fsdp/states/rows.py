@@ -189,7 +189,7 @@ def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Loc
     tensor also shape, dtype and whether it ``is_rows``; of a string the text; of others the type.
     Raises: RuntimeError on every rank, if ``checked`` raises on one of them or entries differ.
     """
-    said: str | None = None
+    failed: Exception | None = None
     values: Values = {}
     try:
         for name, param, value in checked:
@@ -198,8 +198,8 @@ def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Loc
                 described = f"{is_rows(value)} {dtype_of(value)} {shape_of(value)}"
             values[name] = (param.unit, described)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    agree_on_loading(what, units, said, values)
+        failed = error.with_traceback(None)  # which refers to this frame
+    agree_on_loading(what, units, failed, values)
 
 
 def _local_rows(value: Any) -> Tensor | None:
@@ -287,7 +287,7 @@ def _plain(param: UnitParam, value: Any) -> Any:
 
 
 def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
-    """Return the ``Fetch`` for ``cut`` from a sharded state. Each fetch with rows is a collective call."""
+    """Return the ``Fetch`` for ``cut`` from a full or sharded state. Each fetch with rows is a collective call."""
     whole = by_first_name(table, state)
 
     return lambda flat_param, key, dtype, params: (

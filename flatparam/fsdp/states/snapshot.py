@@ -7,6 +7,7 @@ code for loading may change any attribute, so attributes are copied too. No coll
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,13 +21,34 @@ from ..unit.base import Wrapper
 from ..unit.local_params import managed_places, unit_paths
 from ..unit.unit import Unit
 
+# Python modules whose methods and hooks for state dicts change no value: nn.Module's, ours, and those that rename only
+_KNOWN = (nn.Module.__module__, f"{__package__}.model", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 
-def loads_by_itself(module: nn.Module) -> bool:
-    """Whether ``module`` has its own code for loading, which may change any attribute: an override or a hook."""
-    if isinstance(module, Wrapper):
-        return False
-    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """Whether the class of ``module`` overrides ``method`` of ``nn.Module``."""
+    return getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def saves_by_itself(module: nn.Module) -> bool:
+    """Whether ``module`` has an override or a hook, not ours, for saving a state dict."""
+    hooks = *module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()
+    return _has_own(module, ("_save_to_state_dict", "state_dict"), hooks)
+
+
+def loads_by_itself(module: nn.Module, known: str = "") -> bool:
+    """Whether ``module`` has an override or a hook, not ours, for loading a state dict. It may change any attribute.
+
+    ``known``: name of a Python module whose overrides are ignored.
+    """
+    hooks = *module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()
+    return _has_own(module, ("_load_from_state_dict", "load_state_dict"), hooks, known)
+
+
+def _has_own(module: nn.Module, methods: tuple[str, str], hooks: Iterable[Any], known: str = "") -> bool:
+    code = [vars(module).get(name, getattr(type(module), name)) for name in methods]
+    code += [getattr(hook, "hook", hook) for hook in hooks]
+    return any(getattr(one, "__module__", None) not in (*_KNOWN, known) for one in code)
 
 
 class Beside:
@@ -41,7 +63,7 @@ class Beside:
         managed = managed_places(unit_paths(module))  # a view from the last forward has no memory
         for inner in module.modules():
             mappings: list[dict[str, Any]] = [inner._buffers]
-            if loads_by_itself(inner):
+            if loads_by_itself(inner) and not isinstance(inner, Wrapper):
                 mappings += [vars(inner), inner._modules]
             for mapping in mappings:
                 self._found.append((mapping, dict(mapping)))
@@ -98,11 +120,7 @@ class Before:
         self._kept: list[tuple[nn.Module, Any]] = []  # (module, extra state)
         managed = managed_places(units)
         for inner in module.modules():
-            kind = type(inner)
-            if (
-                kind.get_extra_state is not nn.Module.get_extra_state
-                and kind.set_extra_state is not nn.Module.set_extra_state
-            ):
+            if overrides(inner, "get_extra_state") and overrides(inner, "set_extra_state"):
                 self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
             for name, tensor in inner._parameters.items():
                 if tensor is not None and (inner, name) not in managed:

@@ -58,10 +58,9 @@ def set_state_dict_type(
                 f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {each._unit.name} was made with one, set "
                 "SHARDED_STATE_DICT for DTensors"
             )
-    for each in wrappers:
-        if each.placement.mesh is not None and state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            for config in configs:
-                config._use_dtensor = True
+    has_mesh = any(each.placement.mesh is not None for each in wrappers)
+    for config in configs if has_mesh and state_dict_type is StateDictType.SHARDED_STATE_DICT else ():
+        config._use_dtensor = True
     for each in wrappers:
         each._settings = StateDictSettings(state_dict_type, *configs)
     return first_settings() if before is None else before

@@ -115,6 +115,21 @@ def same(one: Any, other: Any) -> bool:
     return bool(pickle.dumps(one) == pickle.dumps(other))
 
 
+def difference(one: Described, other: Described) -> str | None:
+    """Return the first key that one of them lacks, or whose values differ; None: there is none.
+
+    Two ``Like`` differ only in dtype: their shapes are of different parameters.
+    """
+    for key in {**one, **other}:
+        if key not in one or key not in other:
+            return key
+        mine, theirs = one[key], other[key]
+        are_like = isinstance(mine, Like) and isinstance(theirs, Like) and mine.dtype == theirs.dtype
+        if not are_like and not same(mine, theirs):
+            return key
+    return None
+
+
 def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Described]:
     """Return for each parameter and key a ``Like``, or the value itself (a ``Scalar`` for a scalar tensor).
 

@@ -7,12 +7,13 @@ parameters memory and values, compares the unit with the other ranks, and builds
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partialmethod
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictType
 
 from ...common.switches import environment_is_on, fakes
 from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
@@ -372,10 +373,11 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
 
     state_dict = model.state_dict
     load_state_dict = model.load_state_dict
-    _local_state_dict = model.local_state_dict  # these four are names of torch 1.12's class
-    _sharded_state_dict = model.sharded_state_dict
-    _load_local_state_dict = model.load_local_state_dict
-    _load_sharded_state_dict = model.load_sharded_state_dict
+    # These four are names of torch 1.12's class
+    _local_state_dict = partialmethod(model.in_form, StateDictType.LOCAL_STATE_DICT, "state_dict")
+    _sharded_state_dict = partialmethod(model.in_form, StateDictType.SHARDED_STATE_DICT, "state_dict")
+    _load_local_state_dict = partialmethod(model.in_form, StateDictType.LOCAL_STATE_DICT, "load_state_dict")
+    _load_sharded_state_dict = partialmethod(model.in_form, StateDictType.SHARDED_STATE_DICT, "load_state_dict")
 
     # states/optimizer.py
 
