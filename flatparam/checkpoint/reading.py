@@ -10,6 +10,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ class Source:
         """Open the file of ``chunk`` and return the entry. Raises: CheckpointError, FileError, OSError."""
         raise NotImplementedError
 
+    @cached_property
+    def _checked(self) -> set[tuple[str, int, int]]:
+        """What was compared: (file, first byte of the box in it, number of the MiB in the box)."""
+        return set()
+
     def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
         """Compare bytes ``[begin, end)`` of ``chunk`` with their checksums. Returns: the number of bytes read.
 
@@ -55,15 +61,28 @@ class Source:
         checksums: their bytes are read only for ``look``. Raises: CheckpointError naming file and tensor, FileError,
         OSError.
         """
-        if look is not None:
-            entry = self.entry(chunk)
-            assert entry.dtype is not None
-            for first in range(begin, end, SUM_BYTES):
-                some = torch.empty(min(SUM_BYTES, end - first) // entry.dtype.itemsize, dtype=entry.dtype, device="cpu")
-                entry.read(first // entry.dtype.itemsize, some)
-                look(chunk, some)
-            return end - begin
-        return 0
+        if chunk.sums is None and look is None:
+            return 0
+        entry, done = self.entry(chunk), 0
+        assert entry.dtype is not None
+        total, raw = math.prod(chunk.sizes) * entry.dtype.itemsize, entry._replace(dtype=torch.uint8)
+        for i in range(begin // SUM_BYTES, -(-end // SUM_BYTES)):
+            mark = (chunk.file, chunk.begin, i)
+            if mark in self._checked:
+                continue
+            first = i * SUM_BYTES
+            buffer = torch.empty(min(SUM_BYTES, total - first), dtype=torch.uint8, device="cpu")
+            raw.read(first, buffer)
+            if chunk.sums is not None and zlib.crc32(bytes_of(buffer)) != chunk.sums[i]:
+                raise CheckpointError(
+                    f"{entry.path}: is damaged: bytes {chunk.begin + first} to {chunk.begin + first + len(buffer)}, of "
+                    f"`{self.name_of(chunk)}`, have another checksum than when they were saved"
+                )
+            if look is not None:
+                look(chunk, buffer.view(entry.dtype))
+            self._checked.add(mark)
+            done += len(buffer)
+        return done
 
     def name_of(self, chunk: Chunk) -> str:
         for tensors in (self.model, self.optimizer, self.own):
@@ -136,7 +155,6 @@ class Checkpoint(Source):
         self.own = self.index.tensors.get(RANKS, {})
         self.digest = self.index.id
         self._open: dict[str, int] = {}
-        self._checked: set[tuple[str, int, int]] = set()
 
     def close(self) -> None:
         while self._open:
@@ -173,29 +191,6 @@ class Checkpoint(Source):
             os.close(descriptor)
             raise
         return descriptor
-
-    def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
-        entry = self.entry(chunk)
-        assert entry.dtype is not None
-        total, done = math.prod(chunk.sizes) * entry.dtype.itemsize, 0
-        raw = entry._replace(dtype=torch.uint8)
-        for i in range(begin // SUM_BYTES, -(-end // SUM_BYTES)):
-            mark = (chunk.file, chunk.begin, i)
-            if mark in self._checked:
-                continue
-            first = i * SUM_BYTES
-            buffer = torch.empty(min(SUM_BYTES, total - first), dtype=torch.uint8, device="cpu")
-            raw.read(first, buffer)
-            if chunk.sums is None or zlib.crc32(bytes_of(buffer)) != chunk.sums[i]:
-                raise CheckpointError(
-                    f"{entry.path}: is damaged: bytes {chunk.begin + first} to {chunk.begin + first + len(buffer)}, of "
-                    f"`{self.name_of(chunk)}`, have another checksum than when they were saved"
-                )
-            if look is not None:
-                look(chunk, buffer.view(entry.dtype))
-            self._checked.add(mark)
-            done += len(buffer)
-        return done
 
 
 def refuse_not_finite(source: Source, chunk: Chunk, values: Tensor) -> None:
