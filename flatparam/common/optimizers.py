@@ -96,6 +96,26 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _last[optimizer] = taken
 
 
+def check_before_step(
+    check: Callable[[Optimizer], object], optimizer: Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Call ``check(optimizer)`` in a pre-hook of a step; with a closure, after it: it may make the gradients.
+
+    Returns: None, or the arguments of ``step()`` with a closure that checks.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        check(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        check(optimizer)
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
 def handles_of(optimizer: Optimizer) -> list[Any]:
     """Return the drop-in's handles that have parameters of ``optimizer``."""
     return [handle for handle in (each() for each in _look(optimizer)[3]) if handle is not None]

@@ -226,7 +226,7 @@ def _checking_gradients(clip: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(clip)
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for flat_param in (handle.flat_param for handle in self._all_handles):
+        for flat_param in (handle.flat_param for handle in vars(self).get("_all_handles", ())):  # else: no root
             if flat_param.grad is not None:
                 refuse_freed(flat_param.grad, f"the gradient [{', '.join(flat_param._fqns)}]")
         return clip(self, *args, **kwargs)
@@ -235,8 +235,12 @@ def _checking_gradients(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @flat_params_live.register(register_optimizer_step_pre_hook, _TEST)
-def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Refuse to step a sharded unit with a gradient of ``no_sync()``, or with one without memory."""
+def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to step sharded units with gradients of ``no_sync()``, or with freed ones; with a closure, after it."""
+    return optimizers.check_before_step(_check_gradients, optimizer, args, kwargs)
+
+
+def _check_gradients(optimizer: Any) -> None:
     for handle in optimizers.handles_of(optimizer):
         grad = handle.flat_param.grad
         if grad is None:

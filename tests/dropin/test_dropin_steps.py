@@ -63,6 +63,30 @@ def refused(orig, make):
     assert values[0] == values[1]
 
 
+def closed(orig):
+    """A closure may run the last micro-batch, so its gradients are checked."""
+    values = []
+    for in_closure in (True, False):
+        model = wrapped(orig)
+        optimizer = OPTIMIZERS["fused SGD"](model.parameters())
+        with model.no_sync():
+            backward(model)
+        if not in_closure:
+            backward(model)
+        optimizer.step(lambda model=model: backward(model)) if in_closure else optimizer.step()
+        optimizer.zero_grad()
+
+        def too_early(model=model):
+            with model.no_sync():
+                backward(model)
+
+        with pytest.raises(RuntimeError, match=r"step\(\) came after a backward in no_sync\(\).*weight, bias"):
+            optimizer.step(too_early)
+        with FullyShardedDataParallel.summon_full_params(model):
+            values.append([param.tolist() for param in model.parameters()])
+    assert values[0] == values[1]
+
+
 def with_torch(orig):
     """Unsharded units may be stepped with local gradients, as under torch's handle."""
     values = []
@@ -88,6 +112,8 @@ def freed(orig):
         optimizer.step()
     with pytest.raises(ValueError, match=r"the gradient .*weight, bias.* was freed or resized"):
         model.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="root FSDP instance"):  # as under torch's handle
+        model.module[0].clip_grad_norm_(1.0)
     if orig:
         gathered = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
         with pytest.raises(ValueError, match=r"the gradient .*weight, bias.* was freed or resized"), gathered:
@@ -99,6 +125,7 @@ def steps(orig):
     with handle_of("flatparam"):
         for make in OPTIMIZERS:
             refused(orig, make)
+        closed(orig)
         freed(orig)
 
 

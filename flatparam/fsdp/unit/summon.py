@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C
+from ...common import optimizers
 from ...common.tensors import is_at
 from ..desync import checked_collectives
 from ..errors import StateError
@@ -71,17 +72,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
 
     A closure may run the last micro-batch. Returns: None, or the arguments of ``step()`` with a checked closure.
     """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        check_reduced(optimizer)
-        return None
-
-    def checked() -> Any:
-        loss = closure()
-        check_reduced(optimizer)
-        return loss
-
-    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+    return optimizers.check_before_step(check_reduced, optimizer, args, kwargs)
 
 
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
