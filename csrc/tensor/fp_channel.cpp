@@ -166,8 +166,8 @@ registered(fp_group *group, int64_t numel, const at::TensorOptions &options)
         group->registers = false;
         why_not = error.what();
     }
-    TORCH_WARN_ONCE("flatparam: FLATPARAM_REGISTERED=1: no memory is registered, collectives take copies: ",
-                    why_not.substr(0, why_not.find('\n')));
+    TORCH_WARN_ONCE("flatparam: FLATPARAM_REGISTERED=1: rank ", group->native->getRank(),
+                    " registers no memory, its collectives take copies: ", why_not.substr(0, why_not.find('\n')));
     return at::Tensor();
 }
 

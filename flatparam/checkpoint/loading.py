@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from ..common.warned import warn_here
 from .base import check_sums, sums_of_samples
 from .boxes import Read
 from .errors import CheckpointError, naming_checkpoint
@@ -104,13 +104,12 @@ def load(
     plan, index = loading.into, loading.index
     if plan.rounded and rendezvous.is_first:
         name, stored, dtype = plan.rounded[0]
-        warnings.warn(
+        warn_here(
             f"{path}: {len(plan.rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} there, and "
-            f"{dtype} here",
-            stacklevel=2,
+            f"{dtype} here"
         )
     for why in loading.targets.without_state if loading.targets is not None and rendezvous.is_first else ():
-        warnings.warn(f"{path}: the optimizer's state in the checkpoint {why}", stacklevel=2)
+        warn_here(f"{path}: the optimizer's state in the checkpoint {why}")
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = plan.missing, plan.unexpected
     loaded.base = list(plan.base.values())

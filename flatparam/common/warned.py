@@ -1,6 +1,7 @@
 """Warnings about something that all ranks do alike: on one rank, once, and at the user's line."""
 
 import contextlib
+import os
 import sys
 import threading
 import warnings
@@ -17,11 +18,14 @@ _BETWEEN = ("flatparam", "torch", "contextlib")  # packages whose lines call our
 
 
 def is_first_rank(groups: Iterable[Any] = ()) -> bool:
-    """Whether this is the first rank of each of ``groups``, or without groups rank 0. It alone warns for all ranks."""
+    """Whether this is the first rank of each of ``groups``, or without groups rank 0. It alone warns for all ranks.
+
+    Before there are groups, the launcher's variable RANK decides.
+    """
     groups = tuple(groups)
     if groups:
         return all(dist.get_rank(group) == 0 for group in groups)
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def warn_user(message: str, groups: Iterable[Any] = (), category: type[Warning] = UserWarning) -> None:
@@ -34,7 +38,7 @@ def warn_user(message: str, groups: Iterable[Any] = (), category: type[Warning] 
     if collected is not None:
         collected.add((frame.f_code.co_filename, frame.f_lineno), message, category)
     elif is_first_rank(groups):
-        _warn(message, category)
+        warn_here(message, category)
 
 
 def one_of_each(groups: list[Any]) -> _C.Block:
@@ -81,10 +85,11 @@ class Collected:
         # a warning that is an error may not replace the exception that ends the block
         with contextlib.nullcontext() if sys.exc_info()[0] is None else contextlib.suppress(Warning):
             for message, category, count in found.values():
-                _warn(message if count == 1 else f"{message} (and {count - 1} more of this kind)", category)
+                warn_here(message if count == 1 else f"{message} (and {count - 1} more of this kind)", category)
 
 
-def _warn(message: str, category: type[Warning]) -> None:
+def warn_here(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn on this rank, whichever it is, at the line of ``warn_user``: of something that other ranks may not have."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

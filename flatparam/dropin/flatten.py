@@ -7,7 +7,6 @@ allocated and never written ("Wrapping streams" in csrc/README.md): on Linux's h
 
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from ..common.torch_private import (
     _named_parameters_with_duplicates,
     logger,
 )
+from ..common.warned import warn_user
 from .base import FLATTEN, STREAM, Handle, installed, step_of
 from .views import primaries
 
@@ -360,11 +360,11 @@ def shard_of(handle: Handle, originals: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 def _warn_of_step(handle: Handle, fqn: str, optimizer: str) -> None:
     module = type(handle._fully_sharded_module).__name__
-    warnings.warn(
+    warn_user(
         f"{optimizer}.step(): the optimizer holds `{fqn}` from before the {module} around it was wrapped, whose flat "
         "parameter is trained instead (use_orig_params=False): it trains nothing. Wrap the model first, then make the "
         "optimizer, from the parameters() of the wrapped model",
-        stacklevel=4,
+        (handle.process_group,),
     )
 
 

@@ -22,14 +22,14 @@ These are no inputs, as they may differ between ranks: versions, values and addr
 gathered, does not cause a gather: a warning says so.
 """
 
-import warnings
-
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _C
 from ..common.tensors import is_allocated, same_storage
 from ..common.torch_private import HandleTrainingState, in_transform
+from ..common.warned import warn_here
 from .base import Handle
 from .post_backward import begin_later_backward, task_of_autograd
 from .writeback import give_back_unused_grad, writeback_one
@@ -226,10 +226,9 @@ _told_of_old_values: list[str] = []  # the first unit that was warned of: one wa
 def _warn_of_old_values(names: str) -> None:
     if not _told_of_old_values:
         _told_of_old_values.append(names)
-        warnings.warn(
-            f"parameters in {names} were written between two forwards, and the first forward left them gathered: as "
-            "with torch's handle, the second forward computes with the old values. After writing, on every "
-            "rank, call `handle.reshard(True)` for all handles of model._all_handles, or use "
-            "flatparam.install(runtime=True), which gathers in every forward",
-            stacklevel=2,
+        warn_here(
+            f"rank {dist.get_rank()}: parameters in {names} were written between two forwards, and the first forward "
+            "left them gathered: as with torch's handle, the second forward computes with the old values. After "
+            "writing, on every rank, call `handle.reshard(True)` for all handles of model._all_handles, or use "
+            "flatparam.install(runtime=True), which gathers in every forward"
         )

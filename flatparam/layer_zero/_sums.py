@@ -4,7 +4,6 @@ Between micro-batches ``.grad`` shows the sum, whole and unreduced. Edits of use
 `csrc/tensor/fp_gradients.h`. An optimizer that would step the sum is refused.
 """
 
-import warnings
 import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .. import _C
 from ..common.patches import Lifetime
 from ..common.tensors import allocate, is_allocated, refuse_freed
+from ..common.warned import warn_user
 from ..dropin import gradients
 from ..fsdp.desync import checked_collectives
 from ._base import Base
@@ -114,8 +114,8 @@ class Sums(Base):
         The copy runs on the current stream. Raises: RuntimeError if nothing was accumulated since the last reduction.
         """
         if not self._offload_grads:
-            warnings.warn(
-                f"offload_grad() does nothing for {self._names()}: it was made with offload_grads=False", stacklevel=2
+            warn_user(
+                "offload_grad() does nothing: the handle was made with offload_grads=False", (self.zero1_process_group,)
             )
             return
         if self._sum != Sum.ON_DEVICE:

@@ -7,6 +7,7 @@ Promises:
 """
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -658,3 +659,17 @@ CASES = [
 def test_phases(case):
     world_size, function, *arguments = case
     run_ranks(function, world_size, *arguments)
+
+
+def nothing_is_offloaded():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            one(Example()).offload_grad()
+    return [(str(each.message), each.filename == __file__) for each in told]
+
+
+def test_the_first_rank_is_told_that_nothing_is_offloaded():
+    first, second = run_ranks(nothing_is_offloaded, 2)  # Python shows equal warnings of one line once
+    assert first == 2 * [("offload_grad() does nothing: the handle was made with offload_grads=False", True)]
+    assert second == []

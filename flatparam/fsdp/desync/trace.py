@@ -39,7 +39,6 @@ import re
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -49,6 +48,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...common.collectives import PATIENCE, can_be_cut, name_in_cpp, tells_when_done, wait_for_device, wait_in_slices
+from ...common.warned import warn_user
 from ..errors import OrderError, StoreGoneError
 from . import liveness
 from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference, is_learning
@@ -595,7 +595,7 @@ class GroupTrace:
         """Warn that all ranks came to an unexpected collective. That is legal; with DETAIL the user may look for it."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told < mine.step:
             self._told = mine.step
-            warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
+            warn_user(f"the order of collectives has changed: {mine}, like all others", (self._group(),))
 
 
 def _limit(name: str | None, device: str) -> float:

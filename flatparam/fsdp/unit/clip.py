@@ -4,7 +4,6 @@ The wrapper's ``clip_grad_norm_`` and the replaced ``torch.nn.utils.clip_grad_no
 """
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import _C
 from ...common.tensors import refuse_freed
+from ...common.warned import warn_here
 from ..desync import checked_collectives
 from ..sharding.flat_param import FlatParam
 
@@ -139,10 +139,9 @@ def clip(
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {(total**root).item()}: nothing was clipped"
         )
-    if all(param.grad is None for param in params):
-        warnings.warn(
+    if all(param.grad is None for param in params):  # torch's class, too, warns on each rank, and its test asks for it
+        warn_here(
             f"clip_grad_norm_() was called on rank {dist.get_rank()} with no gradients -- returning the total norm in "
-            f"the default dtype {torch.float64 if is_wide else torch.float32}",
-            stacklevel=3,
+            f"the default dtype {torch.float64 if is_wide else torch.float32}"
         )
     return _C.clip_grads(params, total, root, max_norm)

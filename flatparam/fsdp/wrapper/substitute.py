@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from ...common.patches import Lifetime, names_of
 from ...common.torch_private import TorchsFSDP, torch_traversal
+from ...common.warned import is_first_rank
 from .fully_sharded import FullyShardedDataParallel
 
 NAME = "FullyShardedDataParallel"
@@ -115,7 +116,7 @@ def _watch(name: str) -> None:
     @installed.change(name, test=_TEST)
     def warn() -> Iterator[None]:
         """Warn once of a trainer of another version than was tested, now or when it is imported."""
-        if name not in _warned:
+        if name not in _warned and is_first_rank():
             _warned.add(name)
             _warn_of_version(name)
         yield

@@ -18,6 +18,7 @@ Promises:
 import contextlib
 import copy
 import datetime
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -623,8 +624,14 @@ def changes_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, 3)
-    with pytest.warns(UserWarning, match=r"order of collectives has changed: rank \d gathers .*`blocks\.3`, in step 4"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         step(model, (3, 2, 1, 0))
+    if dist.get_rank() == 0:
+        assert re.search(
+            r"order of collectives has changed: rank 0 gathers .*`blocks\.3`, in step 4", str(told[0].message)
+        )
+    assert [each.filename for each in told] == [inspect.getfile(step)] * (1 - dist.get_rank())
     dist.set_debug_level(dist.DebugLevel.OFF)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.common.warned import warn_user
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -83,6 +84,24 @@ def test_the_first_rank_warns_once(program, expected, rank):
     for text, is_here in told:
         assert re.search(expected, text)
         assert is_here
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_without_gradients_is_named(rank):
+    """As torch's class does it."""
+    with fake_world(2, rank=rank), warned() as told:
+        FSDP(make()).clip_grad_norm_(1.0)
+    [(text, is_here)] = told
+    assert text.startswith(f"clip_grad_norm_() was called on rank {rank} with no gradients")
+    assert is_here
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launcher_tells_which_rank_is_the_first_before_there_are_groups(rank, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    with warned() as told:
+        warn_user("of all ranks")
+    assert told == [("of all ranks", True)][rank:]
 
 
 def of_each_rank():
