@@ -65,8 +65,17 @@ def _noting(construct: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _here.constructs_and_shards = False
         handle, replicas = state._handle, vars(state).get("_inter_node_pg")
-        if replicas is not None and handle is not None and handle.uses_sharded_strategy:
+        if replicas is None or handle is None:
+            return
+        if handle.uses_sharded_strategy:
             handle._replicas, handle._replicas_serial = replicas, next(_serials)
+        elif replicas.size() > 1:
+            warn_user(
+                f"torch's FullyShardedDataParallel takes {replicas.size()} replicas of HYBRID_SHARD with one rank each "
+                "for NO_SHARD over that rank: gradients are not averaged over the replicas, which train apart. Say "
+                "NO_SHARD over all ranks, or shard over two or more",
+                [replicas],
+            )
 
     return noting_that
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from gloo import fake_world, handle_of, note, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
@@ -185,6 +186,24 @@ def of_replicas(odd):
 @pytest.mark.parametrize("odd", [(2, 3), (3,)])
 def test_replicas_that_differ_are_told_alike(odd):
     assert all(run_ranks(of_replicas, 4, odd))
+
+
+def replicas_of_one():
+    """torch's runtime never averages over them: whether their gradients differ, and how often this rank is told so."""
+    mesh = init_device_mesh("cpu", (2, 1))
+    settings = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    with handle_of("flatparam"), warnings.catch_warnings(record=True) as caught:
+        torch.manual_seed(0)
+        model = wrapped(net(), True, **settings)
+        model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+    grads = [None, None]
+    dist.all_gather_object(grads, [param.grad.tolist() for param in model.parameters()])
+    return grads[0] != grads[1], sum("which train apart" in str(each.message) for each in caught)
+
+
+@pytest.mark.multiprocess
+def test_replicas_that_torch_lets_train_apart_are_warned_of():
+    assert run_ranks(replicas_of_one, 2) == [(True, 1), (True, 0)]
 
 
 def in_threads():
