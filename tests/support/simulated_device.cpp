@@ -41,6 +41,15 @@ PYBIND11_MODULE(simulated_device, m)
         });
     };
     sets("fail_after", &fail_after);
+    m.def("fail", [] { // for good: it does nothing that it was given
+        const Locked locked(mutex);
+        has_failed = true;
+        for (auto &[stream, queue] : queues) {
+            queue.waiting.clear();
+            queue.landing.clear();
+            queue.ended = queue.done = queue.put;
+        }
+    });
     sets("capturing", &capturing);
     sets("room", &room);
     sets("registers", &registers);

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,42 @@ def not_added_to(library):
 
 def test_memory_of_a_gradient_that_comes_back_is_not_used_again_too_early(library):
     run_ranks(not_added_to, 2, library)
+
+
+def cleaned_up_on_a_failed_device(library, how):
+    """While a gradient comes back from the host the device fails for good. The model goes, or recovers first."""
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    model, groups = Skips(), groups_of("LAYER_ZERO", *three_groups(simulated.new_group))
+    model = wrap_blocks(
+        model, process_group=groups, device_id=sim, sharding_strategy=ShardingStrategy.LAYER_ZERO, offload_grads=True
+    )
+    x = torch.ones(2, 64, device=sim)
+    with model.no_sync():
+        model(x).sum().backward()
+
+    def fail(*_):
+        device.fail()
+        stop()
+
+    model.module.blocks[1].module.register_full_backward_hook(fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        model(x).sum().backward()
+    if how == "recovers":
+        model.reset_state()
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            model(x)
+    alive = weakref.ref(model.module)
+    del model, fail
+    patience = time.monotonic() + 10
+    while gc.collect() >= 0 and alive() is not None:
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["goes", "recovers"])
+def test_a_failed_device_neither_hides_an_exception_nor_ends_the_process(library, how):
+    run_ranks(cleaned_up_on_a_failed_device, 2, library, how)
 
 
 WAYS = {**PLAIN_WAYS, "segments": {**PLAIN_WAYS["whole"], "segments": True}}

@@ -162,6 +162,8 @@ check_captured(bool recorded)
     TORCH_CHECK(!told || recorded == capturing, "a wait for what was recorded in another capture");
 }
 
+bool has_failed = false; // no stream can wait for an event any more
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::Stream stream_of(int64_t id)
     {
@@ -215,6 +217,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void block(void *event, const c10::Stream &stream) const override
     {
         const Locked locked(mutex);
+        TORCH_CHECK(!has_failed, "the device has failed");
         if (event == nullptr) {
             return;
         }
