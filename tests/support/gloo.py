@@ -346,6 +346,38 @@ def fake_world(world_size=1, rank=0, store=None):
 
     dist.init_process_group("fake", store=store or FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield dist.group.WORLD
+        with _written_reductions() if torch.__version__ < (2, 13) else contextlib.nullcontext():
+            yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _written_reductions():
+    """Let a reduce-scatter over a fake group write its output: this rank's slice of its input.
+
+    Source: ``FakeProcessGroup`` of torch 2.13 does so. That of the versions before leaves the output uninitialized.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+
+    def write(output, given, group):
+        rank = dist.ProcessGroup.unbox(group).rank()
+        output.view(-1).copy_(given.reshape(-1)[rank * output.numel() : (rank + 1) * output.numel()])
+
+    def one(output, given, group, *rest):
+        write(output, given, group)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.c10d._reduce_scatter_base_.default(output, given, group, *rest)
+
+    def several(outputs, given, group, *rest):
+        for output, one_given in zip(outputs, given, strict=True):
+            write(output, one_given, group)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.c10d.reduce_scatter_tensor_coalesced_.default(outputs, given, group, *rest)
+
+    library.impl("_reduce_scatter_base_", one, "AutogradCPU")
+    library.impl("reduce_scatter_tensor_coalesced_", several, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -174,10 +174,7 @@ class Recorder:
                 self._inside = True
                 try:
                     self.add("collective", *_collective(name, args, kwargs))
-                    result = original(*args, **kwargs)
-                    if name == _WRITES_NOTHING_FOR_FAKES and dist.get_backend() == "fake":
-                        args[0].copy_(args[1][: args[0].numel()])
-                    return result
+                    return original(*args, **kwargs)
                 finally:
                     self._inside = False
 
@@ -186,9 +183,6 @@ class Recorder:
         with replacing.collectives(COLLECTIVES, recorded):
             yield
 
-
-# What this gives over a fake group before torch 2.13 is not initialized
-_WRITES_NOTHING_FOR_FAKES = "reduce_scatter_tensor" if torch.__version__ < (2, 13) else None
 
 # the kind under which each function counts: torch has several names for one thing
 COLLECTIVES = {

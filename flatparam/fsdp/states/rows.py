@@ -218,13 +218,11 @@ def whole_values(values: Mapping[UnitParam, Any]) -> Iterator[tuple[UnitParam, T
     groups: dict[tuple[FlatParam, torch.dtype], dict[UnitParam, Any]] = {}
     for param, given in values.items():
         value = _without_extension(param, given)
-        if is_whole(param, value):
+        if is_whole(param, value) or not is_rows(value):
             yield param, param.original.plain(value)
         elif isinstance(value, DTensor) and param.extension is not None:
             mesh = param.flat_param.placement.mesh._get_root_mesh()
             yield param, _ext_all_gather_dtensor(value, mesh, param.extension).detach()
-        elif not is_rows(value):
-            yield param, value
         elif param.is_sharded:
             groups.setdefault((param.flat_param, dtype_of(value)), {})[param] = value
         else:
