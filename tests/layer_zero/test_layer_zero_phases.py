@@ -357,7 +357,7 @@ def changing_zeros(offload):
 
 
 def clearing(offload):
-    """What is cleared is gone; what is not is added to. `test_cleared_micro_batches_leave_no_trace` clears all."""
+    """Clear some gradients: a backward adds to the others. `test_cleared_micro_batches_leave_no_trace` clears all."""
     model, driver, reference = twins(2, offload=offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     driver.backward(losses(model, 2, 1))
