@@ -278,7 +278,7 @@ class _Saving:
             for parts in self.plan.parts.values():
                 parts[:] = [part._replace(tensor=_on_host(part)) for part in parts]
             for device in devices - {torch.device("cpu")}:
-                torch.accelerator.synchronize(device)
+                torch.accelerator.current_stream(device).synchronize()
         except Exception as error:
             self.error = error
         except BaseException:

@@ -8,7 +8,9 @@ Promises:
 - ranks that build other units are told alike, in the drop-in too, which counts as no collective there
 """
 
+import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+from torch.testing._internal.distributed import multi_threaded_pg
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 BF16, FP16 = (MixedPrecision(param_dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -206,31 +208,42 @@ def test_replicas_that_torch_lets_train_apart_are_warned_of():
     assert run_ranks(replicas_of_one, 2) == [(True, 1), (True, 0)]
 
 
+def rank_in_thread(rank, store):
+    """Return the message that this thread's rank gets."""
+    dist.init_process_group("threaded", store=store, rank=rank, world_size=2)
+    try:
+        model = wrapped(net(), True, **(DIFFERENCES["precision"][1] if rank else {}))
+        with pytest.raises(ValueError, match="different units") as told:
+            model(torch.ones(2, 6))
+        return str(told.value)
+    finally:
+        dist.destroy_process_group()
+
+
 def in_threads():
     """torch's "threaded" backend has neither a device's backend nor a wait that can be cut."""
     dist.destroy_process_group()
-    found = []
-
-    @spawn_threads_and_init_comms(world_size=2)
-    def rank_in_thread(_):
-        settings, pattern = DIFFERENCES["precision"][1:]
-        model = wrapped(net(), True, **(settings if dist.get_rank() else {}))
-        with pytest.raises(ValueError, match=f"different units: rank 0 has .*{pattern}"):
-            model(torch.ones(2, 6))
-        found.append(dist.get_rank())
-
-    with handle_of("flatparam"):
-        rank_in_thread(None)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store = dist.HashStore()
+    try:
+        with handle_of("flatparam"), ThreadPoolExecutor(2) as threads:
+            messages = list(threads.map(rank_in_thread, range(2), [store] * 2, timeout=60))
+    finally:
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
     with handle_of("flatparam"), fake_world(2):  # no other ranks
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
             wrapped(net(), True, sharding_strategy=strategy)(torch.ones(2, 6)).sum().backward()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # run_ranks() ends it
-    return sorted(found)
+    return messages
 
 
 @pytest.mark.multiprocess
 def test_ranks_of_other_backends_are_told_alike():
-    assert run_ranks(in_threads, 1) == [[0, 1]]
+    messages = run_ranks(in_threads, 1)[0]
+    assert messages[0] == messages[1]
+    assert re.search(f"rank 0 has .*{DIFFERENCES['precision'][2]}", messages[0])
 
 
 def counted():
