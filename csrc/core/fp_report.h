@@ -6,10 +6,10 @@
 #include <stdint.h>
 
 typedef struct {
-    int64_t rank; /* in the world */
-    int64_t step; /* passes that this rank had begun */
-    uint64_t
-        event; /* 2 * the event in its trace (core/fp_trace.h) + (1 if it is the first of a pass); 0: an exception */
+    int64_t rank;     /* in the world */
+    int64_t step;     /* passes that this rank had begun */
+    uint64_t event;   /* 2 * the event in its trace (core/fp_trace.h) + (1 if it is the first of a pass); of an
+                     * exception: how many that rank has raised in this step */
     const char *text; /* words for people, UTF-8; a pointer into said */
 } fp_report;
 

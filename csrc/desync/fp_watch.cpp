@@ -4,8 +4,8 @@
 //   "pending"         the index of the event that ranks ask about
 //   INDEX             the report (core/fp_report.h) of the rank that asks first about the event of this index
 //   INDEX/kept        set if an exception has kept that rank from the event
-//   "trouble"         the report of a rank that has raised and lives on
-//   "raised by R"     the last step in which rank R of the world has raised
+//   "trouble"         the reports of ranks that have raised and live on, each but the first after the character 0x1e
+//   "raised by R"     the last report that rank R of the world has written to "trouble"
 //   "told"            the report in "trouble" for which this watch has ended the wait
 //   "absent"          "[ranks]": the ranks of the world that this watch has found absent
 #include "desync/fp_watch.h"
@@ -15,8 +15,10 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <sstream>
 #include <string_view>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include <c10/core/DeviceGuard.h>
@@ -118,21 +120,27 @@ class Watch {
         return fp_report_read(said.c_str(), &asked) != 0 && asked.event != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
-    // Whether another rank has raised and lives on, while the device has waited for 2 s. Not if this rank has raised in that
-    // step too: then all may have caught the same, and the other is only slower. Sets "told".
+    // Whether another rank has raised and lives on, while the device has waited for 2 s. Not if this rank has raised as often
+    // in that step: then all may have caught the same, and the other is only slower. Sets "told".
     bool is_told_of_trouble()
     {
-        const std::string said = value_at(*store_, "trouble");
-        fp_report trouble;
-        if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_ || !pending_.has_waited(troubled_for)) {
+        if (!pending_.has_waited(troubled_for)) {
             return false;
         }
-        const std::string raised = value_at(*store_, "raised by " + std::to_string(me_));
-        if (!raised.empty() && std::stoll(raised) >= trouble.step) {
-            return false;
+        std::istringstream troubles(value_at(*store_, "trouble"));
+        for (std::string said; std::getline(troubles, said, '\x1e');) {
+            fp_report trouble, mine;
+            if (fp_report_read(said.c_str(), &trouble) == 0 || trouble.rank == me_) {
+                continue;
+            }
+            const std::string raised = value_at(*store_, "raised by " + std::to_string(me_));
+            if (fp_report_read(raised.c_str(), &mine) == 0 ||
+                std::tie(mine.step, mine.event) < std::tie(trouble.step, trouble.event)) {
+                (void)store_->compareSet("told", "", said);
+                return true;
+            }
         }
-        (void)store_->compareSet("told", "", said);
-        return true;
+        return false;
     }
 
     // Make the device of the waits this thread's current one. A new thread has device 0, and its first call there would take

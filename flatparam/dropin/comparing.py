@@ -14,7 +14,8 @@ may a replica. If a replica's own ranks differ, they raise in a gather, and neve
 other replicas through the store. ``gathering.py`` calls this; each unit is compared once for each moment.
 
 Not compared: reductions by a user's communication hook, which may use other ranks; parameters that are frozen later;
-groups of torch's "fake" backend, which has no other ranks.
+groups of torch's "fake" backend, which has no other ranks. With TORCH_DISTRIBUTED_DEBUG=DETAIL frozen parameters are
+not compared either: torch compares the order of the units and the kinds of collectives then, and its errors stay.
 """
 
 import contextlib
@@ -147,11 +148,12 @@ def _describe(handle: Handle) -> Described:
     )
     originals = flat_param._params if handle._use_orig_params else [flat_param] * len(flat_param._fqns)
     fields = (flat_param._fqns, flat_param._shapes, flat_param._strides, originals)
+    torch_compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
     parameters = [
         (
             f"parameter `{fqn}`",
-            f"shape {tuple(shape)}, strides {tuple(stride)}, {handle._orig_param_dtype}, "
-            f"requires_grad={original.requires_grad}",
+            f"shape {tuple(shape)}, strides {tuple(stride)}, {handle._orig_param_dtype}"
+            + ("" if torch_compares else f", requires_grad={original.requires_grad}"),
         )
         for fqn, shape, stride, original in zip(*fields, strict=True)
     ]

@@ -6,6 +6,8 @@ Promises:
 - ranks that build other units are told alike under the drop-in with NO_SHARD and between replicas of HYBRID_SHARD, and
   with every backend that has other ranks; forwards on one rank or replica alone stay possible
 - ranks that build other units are told alike, in the drop-in too, which counts as no collective there
+- with TORCH_DISTRIBUTED_DEBUG=DETAIL other units in use, or other frozen ones, get the errors of torch's handle:
+  `test_torchs_own_check_of_the_order_speaks_in_detail`
 """
 
 import re
@@ -104,6 +106,41 @@ def rank_told(orig):
 @pytest.mark.parametrize("orig", [True, False])
 def test_ranks_that_differ_are_told_alike(orig):
     assert all(found == ([*DIFFERENCES], 3) for found in run_ranks(rank_told, 2, orig))
+
+
+class TwoPaths(nn.Module):
+    """Ranks above 0 run, and train, another unit of the same size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.others = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.chosen = min(dist.get_rank(), 1)
+        self.others[1 - self.chosen].requires_grad_(False)
+
+    def forward(self, x):
+        return self.others[self.chosen](self.first(x))
+
+
+def in_detail(differs):
+    """The error of a step in which ranks differ, with both handles."""
+    errors = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind):
+            if differs == "order":
+                model = wrapped(TwoPaths(), False)  # with original parameters torch's message is a KeyError
+            else:
+                model = wrapped(frozen() if dist.get_rank() else net(), True)
+            with pytest.raises(RuntimeError) as told:  # noqa: PT011: the two are compared
+                model(torch.ones(2, 6)).sum().backward()
+            errors.append(str(told.value)[:40])
+    return errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("differs", ["order", "frozen"])
+def test_torchs_own_check_of_the_order_speaks_in_detail(differs):
+    for of_torch, ours in run_ranks(in_detail, 2, differs, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
+        assert of_torch == ours != ""
 
 
 def as_with_torch(orig, **settings):

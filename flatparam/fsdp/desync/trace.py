@@ -26,8 +26,8 @@ Keys in the store, below the group's generation; ``N`` is the number of a collec
 | ``N/kept``, ``N/missed by R`` | a rank that was kept from ``N``; the digest of the collectives that rank R missed |
 | ``pending`` | the first ``N`` that has been asked about and not answered |
 | ``broken``, ``readers`` | the reason why the group is broken, and how many will read it; how many have |
-| ``trouble``, ``told`` | an exception that a live rank has raised; the one for which C aborted a communicator |
-| ``raised by R`` | the last step in which world rank R has raised an exception |
+| ``trouble``, ``told`` | exceptions that live ranks have raised; the one for which C aborted a communicator |
+| ``raised by R`` | the report of the last exception that world rank R has raised |
 | ``call``, ``answer of I``, ``absent`` | a late rank's call; the last call that rank I answered; ranks without answer |
 """
 
@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +64,7 @@ _TROUBLED_FOR = 2.0  # seconds of waiting before another rank's exception is rai
 # seconds before a mismatch with an interrupted rank is reported: the asking rank may be about to be interrupted, too
 _KEPT_FOR = 1.0
 
+_NEXT = "\x1e"  # between the reports in the key "trouble"; fp_watch.cpp reads it, too
 _AGAIN = "0"  # withdraws this rank's earlier report, because it was interrupted again
 _LOST = "What the device was waiting for has no values"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
@@ -100,8 +101,8 @@ class GroupTrace:
         self._readers = 0  # how many ranks will read the reason
         self._peers: weakref.WeakSet[GroupTrace] = weakref.WeakSet()  # other groups of the same model
         self._told_of_loss = False  # a call has raised the error
-        self._trouble = ""  # this rank's last value of the key "trouble"
-        self._raised = -1  # the last step that an exception has ended here
+        self._trouble = ""  # this rank's report in the key "trouble"
+        self._raised = (-1, 0)  # the last step that an exception has ended here, and how many have
 
     def join(self, others: Iterable["GroupTrace"]) -> None:
         """Break ``others`` whenever this trace breaks: one model uses the groups of all."""
@@ -490,24 +491,39 @@ class GroupTrace:
         Raises: StoreGoneError.
         """
         if not self._reason:
-            rank, self._raised = self._ranks[self._me], self.core.passes
-            self._trouble = _C.write_report(rank, self._raised, 0, text)
-            self._store.set(f"raised by {rank}", str(self._raised))
-            self._store.set("trouble", self._trouble)
+            rank, step = self._ranks[self._me], self.core.passes
+            self._raised = (step, self._raised[1] + 1 if self._raised[0] == step else 1)
+            report = _C.write_report(rank, *self._raised, text.replace(_NEXT, " "))
+            self._store.set(f"raised by {rank}", report)
+            self._put_trouble(report)
 
     def come_back(self) -> None:
-        """Withdraw the post of ``tell_trouble``, unless another rank has replaced it."""
+        """Withdraw the post of ``tell_trouble``; the posts of other ranks stay."""
         with contextlib.suppress(StoreGoneError):
-            self._store.compare_set("trouble", self._trouble, "")
+            self._put_trouble("")
+
+    def _put_trouble(self, report: str) -> None:
+        """Replace this rank's report in the key "trouble"; empty: only take it out."""
+        old, self._trouble = self._trouble, report
+        found, wanted = self._said("trouble"), None
+        while found != wanted:  # until no other rank changes the key in between
+            reports = [each for each in found.split(_NEXT) if each and each != old]
+            wanted = _NEXT.join([*reports, report] if report else reports)
+            found = self._store.compare_set("trouble", found, wanted)
+
+    def _troubles(self) -> Iterator[tuple[int, tuple[int, int], str]]:
+        """Return (rank, (step, number of its exceptions in that step), text) of each report in "trouble"."""
+        for report in filter(None, self._said("trouble").split(_NEXT)):
+            rank, step, number, text = _C.read_report(report)
+            yield rank, (step, number), text
 
     def raise_if_troubled(self, waited: float) -> None:
         """Raise if an exception has ended a call of another rank, which has not come back while this one has waited.
 
-        Not if this rank has raised in that step too: then all may have caught the same, and the other is only slower.
+        Not if as many have ended calls of this rank in that step: all may have caught the same, and one is slower.
         """
-        if waited > _TROUBLED_FOR and (said := self._said("trouble")):
-            rank, step, _, text = _C.read_report(said)
-            if rank != self._ranks[self._me] and self._raised < step:
+        for rank, raised, text in self._troubles() if waited > _TROUBLED_FOR else ():
+            if rank != self._ranks[self._me] and self._raised < raised:
                 self._break(text, "", absent=1)
 
     def _raise_if_told_of_trouble(self) -> None:
@@ -517,8 +533,7 @@ class GroupTrace:
 
     def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
         """Raise that the ranks differ; or, if an exception has let one of the two go on elsewhere, that exception."""
-        if said := self._said("trouble"):
-            rank, _, _, text = _C.read_report(said)
+        for rank, _, text in self._troubles():
             if rank in (first.rank, mine.rank):
                 self._break(text, "")
         self._break(*difference(self.ids, first, mine))

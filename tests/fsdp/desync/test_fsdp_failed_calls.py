@@ -8,6 +8,9 @@ Promises:
   dict, or a function of `apply`: `test_others_are_told_of_an_exception_outside_of_a_step`
 - a rank that goes on, or whose other backwards fail, is waited for: `test_nobody_is_told`; so is one that evaluates
   alone a model that is not sharded: `test_nobody_is_told_of_what_one_rank_does_alone`
+- two ranks raise and one goes on: the other is named all the same:
+  `test_a_rank_that_goes_on_hides_no_other_rank_that_has_raised`; all ranks catch an exception and one raises again:
+  `test_a_rank_that_raises_again_is_not_taken_for_one_that_is_slow`
 - a load hook that raises between units on one rank is named by all:
   `test_a_load_hook_that_raises_between_units_is_named`; also before the first collective of an unpickled model:
   `test_a_load_hook_that_raises_in_a_new_process_is_named`
@@ -284,6 +287,65 @@ def fails_and_goes_on(how):
 )
 def test_nobody_is_told(how):
     run_ranks(fails_and_goes_on, 2, how)
+
+
+def one_comes_back():
+    """Ranks 1 and then 2 raise behind the last gather of a forward; rank 2 goes on, rank 1 does not."""
+    model, me = made("FULL_SHARD"), dist.get_rank()
+    step(model)
+    if me == 0:
+        evaluate(model)
+    else:
+        after = {1: fail, 2: lambda *args: (wait_until_said("rank 1 raised"), fail())}
+        failing = model.module.register_forward_hook(after[me])
+        with pytest.raises(ValueError, match="batch 17"):
+            evaluate(model)
+        failing.remove()
+        say(f"rank {me} raised")
+    if me == 1:
+        wait_until_said("rank 0 was told")
+        wait_until_said("rank 2 was told")
+        return None
+    if me == 0:
+        wait_until_said("rank 2 raised")
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as error:
+        evaluate(model)
+    say(f"rank {me} was told")
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_goes_on_hides_no_other_rank_that_has_raised():
+    first, _, last = run_ranks(one_comes_back, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
+    for text, seconds in (first, last):
+        assert re.match(r"rank 1 has raised .* and has not gone on since: ValueError: batch 17 is bad", text)
+        assert seconds < 10.0
+
+
+def one_raises_again():
+    """All ranks catch an exception in one step, then rank 1 raises before the first collective of the next."""
+    model, me = made("FULL_SHARD"), dist.get_rank()
+    step(model)
+    with pytest.raises(ValueError, match="batch 17"):
+        step(model, "function")
+    dist.barrier()
+    begin = time.monotonic()
+    if me == 1:
+        with pytest.raises(ValueError, match="to have its shape"):
+            write_another_shape(model)
+        wait_until_said("rank 0 was told")
+        return None
+    with pytest.raises(OrderError) as error:
+        step(model)
+    say("rank 0 was told")
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_raises_again_is_not_taken_for_one_that_is_slow():
+    (text, seconds), _ = run_ranks(one_raises_again, 2, environment={"FLATPARAM_HEARTBEAT": "0"})
+    assert re.match(r"rank 1 has raised an error of its own in .* and has not gone on since: ", text)
+    assert "expected the new data of parameter" in text
+    assert 1.9 < seconds < 8.0
 
 
 def evaluates_alone():

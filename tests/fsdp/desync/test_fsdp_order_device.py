@@ -286,8 +286,8 @@ def wait_ahead(library, raised):
     if dist.get_rank() == 0:
         store = dist.PrefixStore("there", dist.distributed_c10d._world.pg_map[group][1])
         if raised:
-            store.set("raised by 0", "1")
-        store.set("trouble", _C.write_report(1, 1, 0, "batch 17 is bad"))
+            store.set("raised by 0", _C.write_report(0, 1, 1, "batch 17 is bad"))
+        store.set("trouble", _C.write_report(1, 1, 1, "batch 17 is bad"))
         time.sleep(0.5)
         board.around_wait(group.group_name, "sim", lambda: device.compute_for(5.0))
         watch.join(4.0)
