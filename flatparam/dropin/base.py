@@ -152,7 +152,7 @@ class Handle(Driven, TorchsNames):
     _is_compared = _is_reduction_compared = False  # with the units of other ranks, see comparing.py
     _model: Sequence["weakref.ref[Handle]"] = ()  # of the model, as the runtime numbered them
     _replicas: Any = None  # HYBRID_SHARD: the group over which the runtime all-reduces the reduced gradient
-    _replicas_serial = 0  # the number of this handle among those with replicas
+    _replicas_serial = 0  # the number of this handle among those with these replicas
     _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
 
     _padding_value: float = _FLAT_PARAM_PADDING_VALUE

@@ -83,7 +83,7 @@ def _store() -> Any:
 
 
 def _key(rank: int, unit: Handle) -> str:
-    return f"flatparam/{rank} differs/{unit._replicas_serial}"
+    return f"flatparam/{rank} differs/{unit._replicas.group_name}/{unit._replicas_serial}"
 
 
 def _raise_error_of_replica(unit: Handle) -> None:

@@ -7,6 +7,7 @@ allocated and never written ("Wrapping streams" in csrc/README.md): on Linux's h
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ from .views import primaries
 construct_and_shard = _init_utils._init_param_handle_from_params
 
 
-_serials = itertools.count()  # of handles with replicas
+# Replicas' group -> the number of its next handle: all ranks of a group build the same units over it, in one order
+_serials: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class _Here(threading.local):
@@ -68,7 +70,8 @@ def _noting(construct: Callable[..., Any]) -> Callable[..., Any]:
         if replicas is None or handle is None:
             return
         if handle.uses_sharded_strategy:
-            handle._replicas, handle._replicas_serial = replicas, next(_serials)
+            handle._replicas = replicas
+            handle._replicas_serial = next(_serials.setdefault(replicas, itertools.count()))
         elif replicas.size() > 1:
             warn_user(
                 f"torch's FullyShardedDataParallel takes {replicas.size()} replicas of HYBRID_SHARD with one rank each "
