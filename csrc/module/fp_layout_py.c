@@ -80,13 +80,10 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         return PyErr_Format(PyExc_TypeError, "Layout() takes no keyword arguments");
     }
-    if (fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 1), &given.world_size) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 2), &given.itemsize) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 3), &given.alignment) < 0 ||
-        fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &given.numels, &given.n) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5));
+    FP_TRY_NULL(
+        fp_read_args("Layout", fp_items(args), 4, "Oiii", &given.world_size, &given.itemsize, &given.alignment));
+    FP_TRY_NULL(fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &given.numels, &given.n));
     if (PyTuple_GET_SIZE(args) == 5 && PyTuple_GET_ITEM(args, 4) != Py_None) {
         if (fp_as_int64_array(PyTuple_GET_ITEM(args, 4), &given.blocks, &n_blocks) < 0) {
             goto done;

@@ -222,9 +222,8 @@ static fp_flat_param *
 part_of(fp_unit *unit, const char *name, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t n)
 {
     int64_t k;
-    if (fp_check_nargs(name, nargs, n) < 0 || fp_as_int64(args[0], &k) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(fp_check_nargs(name, nargs, n));
+    FP_TRY_NULL(fp_as_int64(args[0], &k));
     if (k < 0 || k >= unit->n_flat_params) {
         PyErr_Format(PyExc_IndexError, "expected the number of a flat parameter below %zd, got %lld",
                      unit->n_flat_params, (long long)k);
