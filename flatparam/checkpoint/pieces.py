@@ -81,7 +81,7 @@ def _in_handle(name: str, tensor: Tensor) -> LocalParam | None:
     Raises: ValueError for a tensor of another library's class, or if the handle is in the middle of a pass.
     """
     handle = owner_of(tensor)
-    if handle is None or not handle._flat.is_sharded(handle.flat_param):
+    if handle is None or not hasattr(handle.flat_param, "_zero1_shard"):
         if type(tensor) not in (Tensor, nn.Parameter):
             raise ValueError(
                 f"`{name}` is a {type(tensor).__name__}, which is sharded by something else: save it by that"

@@ -28,6 +28,7 @@ from torch.distributed.fsdp._common_utils import (
     _named_parameters_with_duplicates,
     _no_dispatch_record_stream,
     _override_module_mixed_precision,
+    _set_fsdp_flattened,
 )
 from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
 from torch.distributed.fsdp._flat_param import (

@@ -22,7 +22,6 @@ from ..common import optimizers
 from ..common.patches import Lifetime
 from ..common.tensors import free, has_memory, same_storage
 from ..common.torch_private import (
-    _FLAT_PARAM_PADDING_VALUE,
     HandleTrainingState,
     is_torchdynamo_compiling,
     torch_flat_param,
@@ -155,7 +154,6 @@ class Handle(Driven, TorchsNames):
     _replicas_serial = 0  # the number of this handle among those with these replicas
     _native: tuple[Any, _C.Gather | None] = (None, None)  # (group, its gather in C, or None: use torch's Python)
 
-    _padding_value: float = _FLAT_PARAM_PADDING_VALUE
     _shards_next = False  # see is_sharded_next()
     _unflattened: Sequence[Tensor] | None = None  # until shard(): the originals, if the flat data are not written
     _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names

@@ -19,6 +19,7 @@ from .. import _C
 from ..common import optimizers
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_dense
 from ..common.torch_private import (
+    _FLAT_PARAM_PADDING_VALUE,
     FlatParameter,
     ParamInfo,
     SharedParamInfo,
@@ -199,13 +200,13 @@ def _flat_param_of(
     """Flatten ``originals``, or leave the flat data unwritten if ``shard()`` follows at once."""
     tensors, requires_grad = originals.tensors, originals.requires_grad
     if in_c is None or handle._is_replaced(*handle._steps[FLATTEN]):
-        pieces = list(_with_paddings(tensors, layout, handle._padding_value))
+        pieces = list(_with_paddings(tensors, layout, _FLAT_PARAM_PADDING_VALUE))
         return handle.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
     if _may_stream(handle, (info.module for info in infos)):
         flat = _unwritten(in_c.numel, tensors[0])
         handle._unflattened = tensors
     else:
-        flat = in_c.flatten(tensors, handle._padding_value, 0, in_c.numel)
+        flat = in_c.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, in_c.numel)
     return FlatParameter(flat, requires_grad=requires_grad)
 
 
@@ -236,13 +237,17 @@ def find(
             fqns.append(prefix + name)
     for i, param in enumerate(params):
         if index_of[id(param)] is None:
-            raise ValueError(
-                f"`params` were not found in `module`'s tree: params[{i}] (shape {tuple(param.shape)}, "
-                f"{param.dtype}) is not a parameter of this {type(module).__name__}; "
-                "pass only parameters that module.parameters() gives"
-            )
+            raise not_in_tree(module, i, param)
     handle._fqn_of = dict(zip(map(id, found), fqns, strict=True))
     return found, infos, fqns, further
+
+
+def not_in_tree(module: nn.Module, i: int, param: Tensor) -> ValueError:
+    """Return the error for ``params[i]``, which is no parameter of ``module``."""
+    return ValueError(
+        f"`params` were not found in `module`'s tree: params[{i}] (shape {tuple(param.shape)}, {param.dtype}) is not a "
+        f"parameter of this {type(module).__name__}; pass only parameters that module.parameters() gives"
+    )
 
 
 def _survey(handle: Handle, tensors: Sequence[Tensor]) -> tuple[Sequence[int], bool] | None:
@@ -276,7 +281,7 @@ def _lay_out(handle: Handle, numels: Sequence[int], aligned_numel: int) -> _C.La
     return layout
 
 
-def describe(handle: Handle, tensor: Tensor) -> str:
+def describe(handle: Any, tensor: Tensor) -> str:
     name = handle._fqn_of.get(id(tensor))
     what = f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
     return f"parameter `{name}` ({what})" if name else f"a tensor ({what})"
@@ -323,7 +328,7 @@ def validate_tensors_to_flatten(handle: Handle, tensors: list[Tensor | nn.Parame
 def flatten_tensors(handle: Handle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
     """Concatenate ``tensors`` into one 1-D tensor, padded as the flat parameter is if ``aligned_numel`` > 0.
 
-    Shapes: returns ``[sum of numels + padding]``, in the tensors' dtype and device; padding is 42 (LayerZero: 0).
+    Shapes: returns ``[sum of numels + padding]``, in the tensors' dtype and device; padding is 42.
     Raises: ValueError for no tensors, a negative ``aligned_numel``, or tensors that do not fit together.
     """
     if len(tensors) == 0:
@@ -335,8 +340,8 @@ def flatten_tensors(handle: Handle, tensors: list[Tensor], aligned_numel: int) -
         handle._validate_tensors_to_flatten(tensors)
     layout = _lay_out(handle, usual[0] if usual else [tensor.numel() for tensor in tensors], aligned_numel)
     if layout is not None and (usual or _C.is_plain(*tensors)):
-        return layout.flatten(tensors, handle._padding_value, 0, layout.numel)
-    return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout, handle._padding_value)])
+        return layout.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, layout.numel)
+    return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout, _FLAT_PARAM_PADDING_VALUE)])
 
 
 @step_of(STREAM, FLATTEN)
@@ -367,7 +372,7 @@ def shard_of(handle: Handle, originals: Sequence[Tensor]) -> tuple[Tensor, int]:
     layout = handle._layout
     begin, end = layout.shard_range(handle.rank)
     padding = end - max(begin, min(end, layout.numel))
-    return layout.flatten(originals, handle._padding_value, begin, end), padding
+    return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, end), padding
 
 
 def _warn_of_step(handle: Handle, fqn: str, optimizer: str) -> None:
@@ -394,20 +399,12 @@ def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None, value: f
 
 def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
     """Make the C object that loops over the original parameters of ``flat_param``, laid out as in ``layout``."""
-    return _C.ModuleParams(*places_of(flat_param, layout.offsets), layout.numel)
-
-
-def places_of(flat_param: Any, offsets: Iterable[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what C reads of the original parameters, at ``offsets`` in the flat one, and of their further names.
-
-    They are (module, name, shape, strides if not contiguous, offset), and (module, name, index of the parameter).
-    """
     infos, shapes, contiguities = flat_param._param_infos, flat_param._shapes, flat_param._contiguities
     strides = [None if so else stride for so, stride in zip(contiguities, flat_param._strides, strict=True)]
     shared = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
-    return (
-        tuple(
-            (info.module, info.param_name, *rest) for info, *rest in zip(infos, shapes, strides, offsets, strict=True)
-        ),
-        tuple((info.module, info.param_name, i) for info, i in shared),
+    given = zip(infos, shapes, strides, layout.offsets, strict=True)
+    return _C.ModuleParams(
+        ((info.module, info.param_name, *rest) for info, *rest in given),
+        ((info.module, info.param_name, i) for info, i in shared),
+        layout.numel,
     )

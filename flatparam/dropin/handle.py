@@ -1,6 +1,7 @@
 """FlatParamHandle: torch's names for the functions of this package; construction, sharding, the metadata of shards.
 
-torch's FullyShardedDataParallel makes one handle for each unit, and its runtime drives it. `layer_zero` uses it too.
+torch's FullyShardedDataParallel makes one handle for each unit, and its runtime drives it. LayerZero's handle has
+some of its functions, too.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ The driver calls these methods in the order that docs/layerzero.md gives. The st
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from .. import _C
 from ..common.collectives import gathering
 from ..common.tensors import allocate, refuse_freed, same_storage
-from ..dropin import gradients
 from ..dropin.post_backward import task_of_autograd
 from ..fsdp.desync import checked_collectives
 from ._parameters import Parameters
@@ -23,6 +23,8 @@ from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, IDLE, SYNC_PARAMS, Han
 
 class Gradients(Parameters):
     """The part of the handle from backward to the optimizer."""
+
+    _reduced_grads: Sequence[tuple[Tensor, Tensor | None]] = ()  # .grad before unshard_grad()
 
     @property
     def _training_state(self) -> HandleTrainingState:
@@ -38,7 +40,7 @@ class Gradients(Parameters):
             is_recomputed = state is FORWARD and was_in_backward and task_of_autograd() != -1
             if not is_recomputed:
                 self._refuse(state)
-        self._set_state(state)
+        self._state = state
         if state is IDLE and was_in_backward:
             self._leave_backward()
 
@@ -206,7 +208,7 @@ class Gradients(Parameters):
         A unit may be reduced several times in one backward: the results are added.
         """
         flat_param = self.flat_param
-        self._flat._check_size(shard_grad, "sharded", flat_param._sharded_size)
+        self._check_size(shard_grad, "sharded", flat_param._sharded_size)
         self._stop_showing()
         self._reduced_before = vars(flat_param).pop("_saved_grad", None)
         flat_param._saved_grad = shard_grad
@@ -270,27 +272,23 @@ class Gradients(Parameters):
         count = torch.tensor([shard is not None], dtype=torch.int32, device=self.device)
         group = self.zero1_process_group
         checked_collectives.run(dist.all_reduce, count, group=group)
-        flat_param._saved_grad_shard = shard
-        flat_param._is_grad_none_mask[:] = [param.grad is None for param in flat_param._params]
+        self._reduced_grads = [(one, one.grad) for one in (flat_param, *flat_param._params)]
         if not count.item():
-            gradients.clear_grads(self._flat)
             return
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
         checked_collectives.run(gathering(), whole, shard, group=group)
-        gradients.clear_grads(self._flat)
         _C.set_grad(flat_param, whole)
-        gradients.set_unsharded_grads(self._flat, whole)
+        for param, view in zip(flat_param._params, self.unit.flat_params[0].unsharded(whole), strict=True):
+            _C.set_grad(param, view)
 
     @torch.no_grad()
     def reshard_grad(self) -> None:
         """Show the pieces of the reduced gradient again. ``flat_param`` is sharded already."""
-        flat_param = self.flat_param
-        gradients.clear_grads(self._flat)
-        _C.set_grad(flat_param, flat_param._saved_grad_shard)
-        del flat_param._saved_grad_shard
-        self._use_sharded_grad_views()
+        for one, grad in self._reduced_grads:
+            _C.set_grad(one, grad)
+        self._reduced_grads = []
 
     # After an exception
 
@@ -320,5 +318,5 @@ class Gradients(Parameters):
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
             self._forget_what_was_gathered()
         self._grad_synced = self._prefetched = self._ran_pre_backward_hook = self.enter_backward = False
-        self._set_state(IDLE)
+        self._state = IDLE
         self._show()

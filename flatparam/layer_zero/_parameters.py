@@ -14,6 +14,7 @@ group, they would wait for each other forever. So if control flow does not decid
 ranks exchange 4 bytes.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -28,15 +29,11 @@ from .. import _C
 from ..common import optimizers
 from ..common.collectives import gathering, is_sliced, name_in_cpp
 from ..common.tensors import allocate, pinned
-from ..dropin.flatten import places_of
-from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp.desync import checked_collectives
 from ..fsdp.desync.torch_collectives import WATCHED
 from ..fsdp.desync.trace import TRANSPORT
-from ..fsdp.sharding.flat_param import FlatParamSpec, describe_group
 from ..fsdp.sharding.pytrees import find_tensors
 from ._sums import Sums
-from .metadata import with_places
 from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
 
 
@@ -90,28 +87,20 @@ class Parameters(Sums):
 
     @torch.no_grad()
     def shard(self) -> None:
-        """Copy this rank's zero1 shard as the master, in ``full_prec_dtype``, and free the unsharded storage."""
-        flat_param = self.flat_param
-        if flat_param.storage_offset() != 0:
-            raise AssertionError(self._about("the flat parameter is not the sole occupant of its storage"))
-        shard, padding = FlatParam._get_shard(flat_param, self.zero1_group_rank, self.zero1_world_size)
-        unsharded = flat_param.data
-        flat_param._zero1_shard = nn.Parameter(shard.to(self.full_prec_dtype), requires_grad=False)
+        """Make the master from the shard, in ``full_prec_dtype``. From now on the original parameters lie in it."""
+        [flat], flat_param = self.unit.flat_params, self.flat_param
+        flat_param._zero1_shard = nn.Parameter(flat_param.data.to(self.full_prec_dtype), requires_grad=False)
         flat_param._zero3_shard = None
         flat_param.data = flat_param._zero1_shard
-        self._free(unsharded)
-        start = shard.numel() * self.zero1_group_rank
-        self._flat._init_shard_metadata(padding, start, start + shard.numel() - 1)
-        flat_param._shard_param_infos = with_places(
-            flat_param._shard_param_infos, self._flat._get_flat_param_offsets(), flat_param._is_padding_mask
+        spec = dataclasses.replace(
+            flat.spec(self.unit.options), shard=flat_param._zero1_shard, stays_full=self._stays_unsharded
         )
-        self._flat._use_sharded_views()
         core = _C.Unit(
             self._names(),
-            (self._spec(),),
+            (spec,),
             True,
             functools.partial(_write_back_replaced, weakref.ref(self)),
-            self._flat._freed_message,
+            self._freed_message,
         )
         self._collectives = Collectives(self.device)
         root = _C.Root(0, False, self._collectives, WATCHED, find_tensors)
@@ -122,41 +111,16 @@ class Parameters(Sums):
         core.join(root)
         sliced = is_sliced(groups[0], self.device)
         flat_param._full_param_padded = core.drive(flat_param, Waits(groups[0]), Waits(groups[1]), sliced)
-        self._core = core
-
-    def _spec(self) -> FlatParamSpec:
-        """Return the description of the flat parameter for the runtime's unit."""
-        flat_param, ranks = self.flat_param, self.zero1_world_size
-        offsets = (piece.flat_param_start_idx for piece in flat_param._shard_param_infos)
-        entries, shared = places_of(flat_param, offsets)
-        return FlatParamSpec(
-            entries=entries,
-            shared=shared,
-            shard=flat_param._zero1_shard,
-            params=tuple(flat_param._params),
-            pieces=tuple(
-                (piece.offset_in_shard, piece.numel_in_shard, False) if piece.in_shard else (0, -1, False)
-                for piece in flat_param._shard_param_infos
-            ),
-            numel=flat_param._unpadded_unsharded_size.numel(),
-            shard_numel=flat_param._zero1_shard.numel(),
-            rank=self.zero1_group_rank,
-            shards=ranks,
-            shard_group=describe_group(self.zero1_process_group) if ranks > 1 else None,
-            compute_dtype=self._fwd_bwd_param_dtype,
-            stays_full=self._stays_unsharded,
-            param_rank=self.zero3_group_rank if self._has_zero3_copy else 0,
-            param_shards=self.zero3_group_size if self._has_zero3_copy else 1,
-            param_group=describe_group(self.zero3_process_group) if self._has_zero3_copy else None,
-            full_precision=True,
-        )
+        core.alias_params()
+        core.put(False)
+        self.unit.core = self._core = core
 
     @staticmethod
     def _get_shard_from_padded_unshard_tensor(tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """Return a copy of ``rank``'s part of ``tensor``, whose numel must be a multiple of ``world_size``."""
         if tensor.numel() % world_size:
             raise AssertionError(f"expected a multiple of {world_size} elements, got {tensor.numel()}")
-        return FlatParam._get_shard(tensor, rank, world_size)[0]
+        return tensor.chunk(world_size)[rank].clone()
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -192,7 +156,7 @@ class Parameters(Sums):
 
     def _alloc_padded_unsharded_flat_tensor(self, param: bool = True) -> Tensor:
         tensor = self._get_padded_unsharded_flat_tensor(param, free=False)
-        self._flat._check_storage_freed(tensor)
+        self._check_storage_freed(tensor)
         allocate(tensor, self.flat_param._padded_unsharded_size)
         return tensor
 
@@ -209,7 +173,7 @@ class Parameters(Sums):
         """Whether unshard() has work: to gather, to ask if the gathered data are fresh, or to switch to them."""
         return (
             not self._is_unsharded
-            or self._was_given_up
+            or self._is_gathering
             or self._state is SUMMON_FULL_PARAMS
             or not self._gathered
             or not (self._confirmed or self._state is BACKWARD_PRE or self._state is BACKWARD_POST)
@@ -293,7 +257,6 @@ class Parameters(Sums):
         """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
         if not self._is_gathering:
             return
-        self._was_given_up = True
         try:
             self._core.wait()
         except BaseException:
@@ -301,7 +264,7 @@ class Parameters(Sums):
                 self._is_gathering = self._gathered = self._confirmed = self._is_from_masters = False
                 self._forget_what_was_gathered()
             raise
-        self._is_gathering = self._was_given_up = False
+        self._is_gathering = False
 
     post_unshard = wait_unshard
 
@@ -389,7 +352,7 @@ class Parameters(Sums):
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Let the modules have views of the unsharded flat parameter, or with ``as_params`` whole parameters."""
         if as_params:
-            self._flat._use_unsharded_views(as_params)
+            self._core.show_whole(self.flat_param.detach())
         else:
             self._use_unsharded_flat_param(self.flat_param._full_param_padded)
 
@@ -422,13 +385,7 @@ def _any_rank(flags: list[bool], handle: Sums) -> list[bool]:
 
 def _write_back_replaced(reference: "weakref.ref[Parameters]") -> None:
     """The unit has found parameters that users have replaced, or given other data: copy these into the master."""
-    handle: Any = reference()
-    flat, core = handle._flat, handle._core
-    if flat._skip_writeback_check:
-        return
-    before = list(handle.flat_param._params)
-    flat._writeback_orig_params()
-    for i, (param, now) in enumerate(zip(before, handle.flat_param._params, strict=True)):
-        if now is not param:
-            core.adopt(0, i, now)
-    core.alias_params()
+    handle = reference()
+    if handle is not None:
+        handle.unit.write_back()
+        handle._note_owner()

@@ -19,7 +19,6 @@ from .. import _C
 from ..common.patches import Lifetime
 from ..common.tensors import allocate, is_allocated, refuse_freed
 from ..common.warned import warn_user
-from ..dropin import gradients
 from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
@@ -51,7 +50,7 @@ class Sums(Base):
     _reduced_before: Tensor | None = None  # an earlier result of this backward, while the next reduction runs
 
     def _in_order(self) -> AbstractContextManager[None]:
-        return _IN_ORDER if self._is_on_host else self._in_order_of_streams()
+        return _IN_ORDER if self.device.type == "cpu" else self._in_order_of_streams()
 
     @contextmanager
     def _in_order_of_streams(self) -> Generator[None, None, None]:
@@ -192,8 +191,11 @@ class Sums(Base):
 
     def _use_sharded_grad_views(self) -> None:
         """Set each original parameter's ``.grad`` to its 1-D piece of the reduced gradient, or to None."""
-        self._flat._check_sharded(self.flat_param)
-        gradients.set_sharded_grads(self._flat, self.sharded_grad)
+        self._check_sharded(self.flat_param)
+        [flat], grad = self.unit.flat_params, self.sharded_grad
+        for original, (start, numel) in zip(flat.originals, flat.piece_ranges(), strict=True):
+            is_none = grad is None or numel < 0 or not original.param.requires_grad
+            _C.set_grad(original.param, None if grad is None or is_none else grad.narrow(0, start, numel))
 
     @property
     def sharded_grad(self) -> Tensor | None:

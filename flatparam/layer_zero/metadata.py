@@ -1,7 +1,6 @@
 """Named tuples that describe the elements in a rank's shard, with the reference's fields."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,11 +32,3 @@ class FlatParamShardMetadata(NamedTuple):
     param_shapes: tuple[torch.Size, ...]
     param_numels: tuple[int, ...]
     param_offsets: tuple[tuple[int, int], ...]
-
-
-def with_places(
-    infos: Iterable[tuple[Any, ...]], offsets: Iterable[tuple[int, int]], is_padding: Iterable[bool]
-) -> tuple[ShardParamInfo, ...]:
-    """Return ``infos``, torch's, with the place ``[start, end]`` of each parameter. ``offsets`` has paddings too."""
-    places = (place for place, padding in zip(offsets, is_padding, strict=True) if not padding)
-    return tuple(ShardParamInfo._make((*info, *place)) for info, place in zip(infos, places, strict=True))

@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState as TorchState
 
 from flatparam.layer_zero import HandleTrainingState, agree
+from flatparam.layer_zero.handle import owner_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -420,6 +421,22 @@ def parameters_are_the_same_objects():
         check()
 
 
+def a_replaced_parameter_is_taken():
+    """The master gets the values of a new object, which is the handle's parameter from then on."""
+    module = Example()
+    handle = one(module, 2)
+    module.a = new = nn.Parameter(torch.full_like(Example().a, 7.0))
+    unshard(handle, State.FORWARD)
+    assert torch.equal(module.a, Example().a.new_full((2, 3), 7.0))
+    reshard(handle)
+    assert module.a is handle.flat_param._params[0] is new
+    assert owner_of(new) is handle
+    module.a.data = torch.ones(5)
+    with pytest.raises(RuntimeError, match=r"Cannot writeback.*`a`.*its shape"):
+        handle.pre_unshard()
+    assert torch.equal(full_params([handle], module)[0], torch.full((2, 3), 7.0))
+
+
 def whole_gradients():
     model, driver, reference = twins(2, param_dtype=LOW)
     reference, low = make(), make().to(LOW)
@@ -648,6 +665,7 @@ CASES = [
     pytest.param((4, changing_zeros, False), marks=pytest.mark.thorough),
     (4, parameters_are_the_same_objects),
     (1, parameters_are_the_same_objects),
+    (2, a_replaced_parameter_is_taken),
     (4, whole_gradients),
     (4, after_an_exception),
     (4, a_gradient_that_does_not_come),

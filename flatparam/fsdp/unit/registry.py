@@ -75,10 +75,10 @@ def hold_changes(owner: Any) -> None:
 
 
 def replace_param(unit: Owner, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Map ``new`` to ``unit`` instead of ``old``: it is now the parameter ``fqn`` of the k-th flat parameter."""
+    """Map ``new`` to ``unit`` if ``old`` is: it is now the parameter ``fqn`` of the k-th flat parameter."""
     optimizers.note_change()
-    _of_params.pop(old, None)
-    _of_params[new] = weakref.ref(unit), fqn, k
+    if _of_params.pop(old, None) is not None:
+        _of_params[new] = weakref.ref(unit), fqn, k
 
 
 def all_units() -> list[Owner]:
