@@ -39,6 +39,11 @@ class Run:
         """The loss of each step."""
         return [statistics.fmean(row) for row in self.losses]
 
+    @property
+    def host_ratio(self) -> float:
+        """The host's time in a wrapped pass over that in the bare one: the median of pairs taken in turn."""
+        return statistics.median(wrapped / bare for bare, wrapped in self.host)
+
 
 @dataclass
 class Results:

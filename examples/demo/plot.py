@@ -1,4 +1,4 @@
-"""The picture: loss curves on top of each other, memory of each process, step time."""
+"""The picture: loss curves on top of each other, tensors of each process, host time, step time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MIB = 2.0**20
 def draw(config: Config, results: Results, path: Path) -> None:
     """Write the picture as a PNG to ``path``."""
     figure = Figure(figsize=(15, 4.6), layout="constrained")
-    curves, memory, peak, time = figure.subplots(1, 4, width_ratios=[2.2, 1.3, 1.0, 1.0])
+    curves, memory, host, time = figure.subplots(1, 4, width_ratios=[2.2, 1.3, 1.0, 1.0])
     _curves(curves, results.runs)
     _memory(memory, results.runs)
-    _peak(peak, config, results.runs)
+    _host(host, results.runs)
     _time(time, results.runs)
     figure.suptitle(
         f"byte-level GPT, {results.facts[0].weights / 1e6:.2f} M parameters, {config.ranks} ranks on {config.device}, "
@@ -53,10 +53,14 @@ def _memory(axes: Axes, runs: dict[str, Run]) -> None:
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _peak(axes: Axes, config: Config, runs: dict[str, Run]) -> None:
-    peaks = [memory.peak / MIB for run in runs.values() for memory in run.memory]
-    axes.bar(_processes(runs), peaks, color=_colours(runs))
-    axes.set(title=f"{config.peak} (MiB)")
+def _host(axes: Axes, runs: dict[str, Run]) -> None:
+    ratios = {_short(name): run.host_ratio for name, run in runs.items() if run.host}
+    bars = axes.bar(
+        list(ratios), list(ratios.values()), color=[COLOURS[name] for name, run in runs.items() if run.host]
+    )
+    axes.bar_label(bars, fmt="%.2f")
+    axes.axhline(1.0, color="black", lw=1, ls=":")
+    axes.set(title="host time (x of bare)", xlabel="dotted: the bare module")
     axes.tick_params(axis="x", labelsize=8)
 
 

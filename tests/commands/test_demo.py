@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -324,7 +325,16 @@ def test_device_and_peak_are_named(device, name, peak, tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(Axes, "set", lambda self, title, **_: titles.append(title))
     plot.draw(settings, found, tmp_path / "demo.png")
-    assert f"{peak} (MiB)" in titles
+    assert "host time (x of bare)" in titles
+    assert not [title for title in titles if "peak" in title]  # it has the imports of a wrapper in it
+
+
+def test_a_wrapped_pass_that_is_faster_than_the_bare_one_has_no_negative_cost():
+    found = results()
+    found.runs[messages.FLATPARAM].host = [(0.00201, 0.002)]
+    text = report.report(THREE_STEPS, found, [])
+    assert re.search(r"^flatparam +3\.2500 +2\.0000 +100\.0 +2\.00 +1\.00$", text, re.M), text
+    assert not re.search(r"-\d", text)
 
 
 # -- the command line

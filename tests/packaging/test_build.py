@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = (".py", ".md", ".ipynb")
 GUIDES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")
 CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/module/module.c", "csrc/tensor/tensors.cpp"
 SMALL_TREE = {
@@ -435,7 +436,7 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     wanted = {str(path.relative_to(project)) for path in (project / "csrc").rglob("*") if path.is_file()}
     wanted |= {str(path.relative_to(project)) for path in (project / "tests").rglob("*") if path.is_file()}
     wanted |= {str(path.relative_to(project)) for path in (project / "docs").rglob("*") if path.is_file()} | {*GUIDES}
-    wanted |= {str(path.relative_to(project)) for path in (project / "examples").rglob("*.py")}
+    wanted |= {str(path.relative_to(project)) for path in (project / "examples").rglob("*") if path.suffix in EXAMPLES}
     wanted |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "flatparam/_C.pyi", "flatparam/py.typed"}
     assert wanted <= names
     assert not [name for name in names if name.endswith((".so", ".o", "_build_info.py"))]
