@@ -225,7 +225,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         fp_gradients_drop_frozen(gradients, flat_param->owners.params, flat_param->owners.n) < 0) {
         return -1;
     }
-    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0) < 0) {
         return -1;
     }
     if (!more && fp_unshard_pass(unit, flat_param) < 0) {
@@ -277,7 +277,7 @@ before_accumulation(void *object, int index)
     const backward_section ours = begin_section(unit, "before_accumulation");
     int status = begin_backward(unit);
     if (status == 0) {
-        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name));
+        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0);
     }
     return end_section(ours, status);
 }
@@ -308,7 +308,7 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     const backward_section ours = begin_section(unit, "param_gradient");
     int status = begin_backward(unit);
     if (status == 0) {
-        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name));
+        status = fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0);
     }
     if (status == 0) {
         status = fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard);
@@ -383,7 +383,8 @@ reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
 {
     const int all = fp_root_synchronizes(unit->root);
     if (all && fp_flat_buffer_has_accumulated(flat_param->flat)) {
-        FP_TRY(fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name))); /* it may drop the gradient */
+        FP_TRY(
+            fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0)); /* it may drop the gradient */
     }
     if (all ? fp_flat_buffer_has_accumulated(flat_param->flat) : fp_flat_buffer_has_unreduced(flat_param->flat)) {
         FP_TRY(fp_reduction_start(unit, flat_param, NULL, all ? FP_REDUCE_ALL : FP_REDUCE_INNER));

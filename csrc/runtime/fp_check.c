@@ -25,8 +25,8 @@ hold(int holds, const char *condition, int line, subject of)
 #define HOLDS(condition) hold((condition) != 0, #condition, __LINE__, of)
 #define IMPLIES(condition, other) hold(!(condition) || (other), #condition " implies " #other, __LINE__, of)
 
-void
-fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const char *where)
+static void
+check_flat_param(const fp_unit *unit, const fp_flat_param *flat_param, const char *where)
 {
     const subject of = {unit, where};
     const int in_backward = unit->root != NULL && fp_root_in_backward(unit->root);
@@ -56,7 +56,7 @@ fp_unit_check(const fp_unit *unit, const char *where)
     Py_ssize_t gathered = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        fp_flat_param_check(unit, flat_param, where);
+        check_flat_param(unit, flat_param, where);
         gathered += flat_param->gathered;
         HOLDS(fp_unit_is_sharded(unit) == (flat_param->plan->primary.group != NULL));
         HOLDS(fp_unit_has_secondary_shard(unit) == fp_flat_param_has_secondary_shard(flat_param));

@@ -8,13 +8,11 @@
 #include "runtime/fp_types.h"
 
 #ifdef FP_CHECK
-void fp_flat_param_check(const fp_unit *unit, const fp_flat_param *flat_param, const char *where);
 void fp_unit_check(const fp_unit *unit, const char *where);  /* and its flat parameters */
 void fp_units_check(const fp_root *root, const char *where); /* the root, and all its units */
 /* After a backward, when no forward or backward is under way. */
 void fp_idle_check(const fp_root *root, const char *where);
 #else
-#define fp_flat_param_check(unit, flat_param, where) ((void)0)
 #define fp_unit_check(unit, where) ((void)0)
 #define fp_units_check(root, where) ((void)0)
 #define fp_idle_check(root, where) ((void)0)

@@ -344,9 +344,9 @@ refuse_gradient(const fp_flat_param *flat_param, Py_ssize_t i, const char *name,
 }
 
 static const char written_in_place[] =
-    "was changed in place between micro-batches in no_sync(). There it shows the gradient accumulated in no_sync(), "
-    "which is dropped now; the reduced gradient of an earlier backward lies beside it, and the change would miss it. "
-    "Change gradients after the last micro-batch, outside of no_sync()";
+    "was changed in place between micro-batches. There it shows the accumulated gradient, which is dropped now; the "
+    "reduced gradient of an earlier backward lies beside it, and the change would miss it. Change gradients after the "
+    "last micro-batch, when they are reduced";
 
 int
 fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
@@ -383,21 +383,16 @@ read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
     return left;
 }
 
-/* See fp_flat_param_note_user_edits() and fp_flat_param_sync_shown_grads(). refused: NULL, or as for
- * fp_flat_param_find_refused_edit(). */
-static int
-read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros, Py_ssize_t *refused)
+int
+fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
     FP_TRY(move_shown(flat_param, FP_SHOWN_READ, name));
     const Py_ssize_t left = read_edits(flat_param, name, drops_zeros);
-    if (left < -1 && refused == NULL) {
+    if (left < -1) {
         refuse_gradient(flat_param, -2 - left, name, written_in_place);
-    }
-    else if (left < -1) {
-        *refused = -2 - left;
     }
     PyObject *error = PyErr_GetRaisedException(); /* set again below, once the refused gradients are dropped */
     if (left <= 0) {
@@ -411,19 +406,6 @@ read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros, P
         PyErr_SetRaisedException(error); /* it hides an error of the two calls above */
     }
     return left < 0 ? -1 : status;
-}
-
-int
-fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name)
-{
-    return read_accumulated(flat_param, name, 0, NULL);
-}
-
-int
-fp_flat_param_find_refused_edit(fp_flat_param *flat_param, const char *name, Py_ssize_t *refused)
-{
-    *refused = -1;
-    return read_accumulated(flat_param, name, 0, refused);
 }
 
 PyObject *
@@ -493,7 +475,7 @@ fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleare
 void
 fp_flat_param_drop_accumulated(fp_flat_param *flat_param)
 {
-    if (fp_flat_param_note_user_edits(flat_param, "") < 0) {
+    if (fp_flat_param_note_user_edits(flat_param, "", 0) < 0) {
         PyErr_Clear(); /* the edits of a dropped gradient do not matter */
     }
     fp_flat_buffer_drop_grads(flat_param->flat, 1);
@@ -521,7 +503,7 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int 
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    FP_TRY(read_accumulated(flat_param, name, drops_zeros, NULL));
+    FP_TRY(fp_flat_param_note_user_edits(flat_param, name, drops_zeros));
     return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_accumulated(flat_param, name) : 0;
 }
 

@@ -170,13 +170,10 @@ int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
 /* Show the accumulated gradient in .grad. A reduced gradient that .grad showed is put aside (deferred_reduced). */
 int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
 /* Read the user's edits of .grad while it showed the accumulated gradient, by the table in tensor/fp_gradients.h. Then show the
- * reduced gradient, or none. -1: ValueError for an edit that cannot count; the accumulated gradient is dropped. */
-int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name);
-/* The same. For an edit that cannot count -1, without an exception, and *refused is the index of the owner. Else *refused is
- * -1. */
-int fp_flat_param_find_refused_edit(fp_flat_param *flat_param, const char *name, Py_ssize_t *refused);
-/* Between passes: the same as fp_flat_param_note_user_edits(), and then show the rest of the accumulated gradient again.
- * drops_zeros: see fp_gradients_check_accumulated(). */
+ * reduced gradient, or none. drops_zeros: see fp_gradients_check_accumulated(). -1: ValueError for an edit that cannot count; the
+ * accumulated gradient is dropped. */
+int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name, int drops_zeros);
+/* Between passes: the same as fp_flat_param_note_user_edits(), and then show the rest of the accumulated gradient again. */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Add each owner's piece of reduced, which is borrowed, to its .grad, and call the owner's hooks. Owners that are frozen get a
  * piece only if they have a frozen share, which ends here. */

@@ -115,7 +115,7 @@ read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         *shown = *shown || (fp_flat_param_is_nested(flat_param) && fp_flat_buffer_has_accumulated(flat_param->flat));
-        if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+        if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0) < 0) {
             if (!tells) {
                 return -1;
             }

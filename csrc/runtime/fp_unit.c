@@ -448,7 +448,8 @@ static PyMethodDef unit_methods[] = {
      "It is 1-D and unsharded; nested: this rank's part, summed over the ranks that share the secondary shard."},
     {"show_accumulated", FP_METHOD(fp_unit_show_accumulated), METH_O,
      "show_accumulated($self, shown, /)\n--\n\n"
-     "Between passes: let .grad show the accumulated gradient (True), or the deferred reduced gradient again (False)."},
+     "Between passes: let .grad show the accumulated gradient (True), or the deferred reduced gradient again (False). "
+     "Return whether there is an accumulated gradient."},
     {"set_accumulated", FP_METHOD(fp_unit_set_accumulated), METH_FASTCALL,
      "set_accumulated($self, accumulated, frozen_share, /)\n--\n\n"
      "Between passes: replace the accumulated gradients, and do not show them. A refused call changes nothing.\n\n"
@@ -470,13 +471,10 @@ static PyMethodDef unit_methods[] = {
      "show_views($self, tensors, may_replace, /)\n--\n\n"
      "By hand: set leaf.data to the unsharded tensor, give the modules its views, and put them into the list "
      "tensors.\n\nmay_replace: make new views if a user has put hooks on them."},
-    {"show_whole", FP_METHOD(fp_by_hand_show_whole), METH_O,
-     "show_whole($self, whole, /)\n--\n\n"
-     "By hand: set leaf.data to whole, a 1-D tensor, and the data of the parameters to their places in it."},
-    {"show_shard", FP_METHOD(fp_by_hand_show_shard), METH_O,
-     "show_shard($self, was_whole, /)\n--\n\n"
-     "By hand: set leaf.data to the shard, and give the modules the parameters.\n\n"
-     "was_whole: set the data of the parameters to their pieces of the shard, too."},
+    {"show_params", FP_METHOD(fp_by_hand_show_params), METH_FASTCALL,
+     "show_params($self, whole, moves, /)\n--\n\n"
+     "By hand: set leaf.data to whole, a 1-D tensor, or if that is None to the shard, and give the modules the "
+     "parameters.\n\nmoves: set the data of the parameters to their places in it, too."},
     {"take_written", FP_METHOD(fp_by_hand_take_written), METH_NOARGS,
      "take_written($self, /)\n--\n\nBy hand, after a forward: copy what it wrote to the views into the shard."},
     {"cut_secondary_shard", FP_METHOD(fp_by_hand_cut), METH_NOARGS,
@@ -493,12 +491,6 @@ static PyMethodDef unit_methods[] = {
      "show_sum($self, sum, /)\n--\n\n"
      "By hand: let .grad show sum, the accumulated gradient; it is not copied. None: leaf.grad shows the reduced "
      "gradient."},
-    {"read_sum", FP_METHOD(fp_by_hand_read_sum), METH_NOARGS,
-     "read_sum($self, /)\n--\n\n"
-     "By hand: read the edits of users to the sum that .grad shows, and let .grad show the reduced gradient. "
-     "Return -1; -2 if nothing is left of the sum; else the index of a parameter whose edit cannot count: then the sum "
-     "is dropped."},
-    {"drop_sum", FP_METHOD(fp_by_hand_drop_sum), METH_NOARGS, "drop_sum($self, /)\n--\n\nBy hand: drop the sum."},
     {"add_reduced", FP_METHOD(fp_by_hand_add_reduced), METH_O,
      "add_reduced($self, reduced, /)\n--\n\n"
      "By hand: add the pieces of reduced, the gradient of the shard, to .grad of the parameters, and let leaf.grad "

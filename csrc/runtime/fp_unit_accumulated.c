@@ -21,7 +21,7 @@ PyObject *
 fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
 {
     const char *name = PyUnicode_AsUTF8(unit->name);
-    int shown;
+    int shown, any = 0;
     if (name == NULL || fp_as_bool(argument, &shown) < 0) {
         return NULL;
     }
@@ -29,7 +29,7 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
         fp_flat_param *flat_param = &unit->flat_params[k];
         int status = 0;
         if (!shown) {
-            status = fp_flat_param_note_user_edits(flat_param, name);
+            status = fp_flat_param_note_user_edits(flat_param, name, 0);
         }
         else if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat)) {
             status = fp_flat_param_show_accumulated(flat_param, name);
@@ -37,8 +37,9 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
         if (status < 0) {
             return NULL;
         }
+        any = any || fp_flat_buffer_has_accumulated(flat_param->flat);
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(any);
 }
 
 /* Check the arguments of set_accumulated() for one flat parameter: a tuple of bools, one per owner; a tensor that fits, or

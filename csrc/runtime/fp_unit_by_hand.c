@@ -170,42 +170,26 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     return fp_none_unless(same ? 0 : PyList_SetSlice(args[0], 0, n, views));
 }
 
-/* leaf.data = source, and the modules have the parameters. */
-static int
-alias_leaf(fp_flat_param *flat_param, PyObject *source)
-{
-    FP_TRY(fp_torch_alias_flat(flat_param->leaf, source, -1));
-    return fp_flat_param_show_params(flat_param);
-}
-
 PyObject *
-fp_by_hand_show_whole(fp_unit *unit, PyObject *whole)
+fp_by_hand_show_params(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = driven(unit);
-    if (flat_param == NULL || fp_attributes_check(whole, 0) < 0) {
+    int moves;
+    if (flat_param == NULL || fp_read_args("show_params", args, nargs, "Ob", &moves) < 0) {
         return NULL;
     }
-    if (alias_leaf(flat_param, whole) < 0) {
-        return NULL;
+    const int is_whole = args[0] != Py_None;
+    PyObject *source = is_whole ? args[0] : flat_param->shard;
+    FP_TRY_NULL(fp_attributes_check(source, 0));
+    FP_TRY_NULL(fp_torch_alias_flat(flat_param->leaf, source, -1));
+    FP_TRY_NULL(fp_flat_param_show_params(flat_param));
+    if (!moves || !is_whole) {
+        return fp_none_unless(moves ? fp_flat_param_alias(flat_param) : 0);
     }
     PyObject *params = Py_NewRef(flat_param->params); /* owned: setting data may run code of the user */
     const int status = fp_torch_alias(fp_items(params), flat_param->geometry, flat_param->leaf);
     Py_DECREF(params);
     return fp_none_unless(status);
-}
-
-PyObject *
-fp_by_hand_show_shard(fp_unit *unit, PyObject *argument)
-{
-    fp_flat_param *flat_param = driven(unit);
-    int was_whole;
-    if (flat_param == NULL || fp_as_bool(argument, &was_whole) < 0) {
-        return NULL;
-    }
-    if (alias_leaf(flat_param, flat_param->shard) < 0) {
-        return NULL;
-    }
-    return fp_none_unless(was_whole ? fp_flat_param_alias(flat_param) : 0);
 }
 
 PyObject *
@@ -295,32 +279,6 @@ fp_by_hand_show_sum(fp_unit *unit, PyObject *sum)
         return fp_none_unless(show_reduced(flat_param));
     }
     return fp_none_unless(show_sum(flat_param, sum, PyUnicode_AsUTF8(unit->name)));
-}
-
-PyObject *
-fp_by_hand_read_sum(fp_unit *unit, PyObject *ignored)
-{
-    fp_flat_param *flat_param = driven(unit);
-    Py_ssize_t refused = -1;
-    if (flat_param == NULL) {
-        return NULL;
-    }
-    const int status = fp_flat_param_find_refused_edit(flat_param, PyUnicode_AsUTF8(unit->name), &refused);
-    if (status < 0 && PyErr_Occurred()) {
-        return NULL;
-    }
-    FP_TRY_NULL(fp_gradients_set(flat_param->leaf, NULL));
-    return PyLong_FromSsize_t(refused >= 0 || fp_flat_buffer_has_accumulated(flat_param->flat) ? refused : -2);
-}
-
-PyObject *
-fp_by_hand_drop_sum(fp_unit *unit, PyObject *ignored)
-{
-    fp_flat_param *flat_param = driven(unit);
-    if (flat_param != NULL) {
-        fp_flat_buffer_drop_grads(flat_param->flat, 1);
-    }
-    return flat_param == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *

@@ -14,16 +14,13 @@ PyObject *fp_by_hand_drive(fp_unit *unit, PyObject *const *args,
                            Py_ssize_t nargs); /* leaf, of_shards, of_params, sliced */
 PyObject *fp_by_hand_gather(fp_unit *unit, PyObject *refresh);
 PyObject *fp_by_hand_wait(fp_unit *unit, PyObject *ignored);
-PyObject *fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs); /* tensors, may_replace */
-PyObject *fp_by_hand_show_whole(fp_unit *unit, PyObject *whole);
-PyObject *fp_by_hand_show_shard(fp_unit *unit, PyObject *was_whole);
+PyObject *fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs);  /* tensors, may_replace */
+PyObject *fp_by_hand_show_params(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs); /* whole, moves */
 PyObject *fp_by_hand_take_written(fp_unit *unit, PyObject *ignored);
 PyObject *fp_by_hand_cut(fp_unit *unit, PyObject *ignored);
 PyObject *fp_by_hand_forget(fp_unit *unit, PyObject *ignored);
 PyObject *fp_by_hand_versions(fp_unit *unit, PyObject *ignored);
 PyObject *fp_by_hand_set_grads(fp_unit *unit, PyObject *grad);
 PyObject *fp_by_hand_show_sum(fp_unit *unit, PyObject *sum);
-PyObject *fp_by_hand_read_sum(fp_unit *unit, PyObject *ignored);
-PyObject *fp_by_hand_drop_sum(fp_unit *unit, PyObject *ignored);
 PyObject *fp_by_hand_add_reduced(fp_unit *unit, PyObject *reduced);
 PyObject *fp_by_hand_is_gathered(fp_unit *unit, void *ignored); /* a getter */

@@ -298,11 +298,7 @@ def use_sharded_grad_views(handle: Handle) -> None:
     if handle._training_state is HandleTrainingState.IDLE and grad_is_unsharded(handle):
         handle._use_unsharded_grad_views()  # a gradient of no_sync(); the runtime calls this in module.to()
         return
-    set_sharded_grads(handle, handle.sharded_grad)
-
-
-def set_sharded_grads(handle: Handle, grad: Tensor | None) -> None:
-    flat_param = handle.flat_param
+    grad = handle.sharded_grad
     if grad is None:
         clear_grads(handle)
         return

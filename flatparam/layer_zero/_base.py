@@ -154,30 +154,27 @@ class Base(Driven):
         owners.update((id(param), self) for param in self.flat_param._params)
         optimizers.note_change()
 
-    def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> None:
+    def _check_params(self, params: Sequence[Any], module: nn.Module, handle: str) -> None:
         """Raises: ValueError naming a parameter of ``params`` that cannot be flattened, and why."""
         if len(params) == 0:
-            raise ValueError(f"Cannot construct a {what} with an empty parameter list")
+            raise ValueError(f"Cannot construct a {handle} with an empty parameter list")
         self._fqn_of = {id(param): name for name, param in module.named_parameters()}
         for i, param in enumerate(params):
             if not isinstance(param, torch.Tensor):
-                raise TypeError(f"{what}: expected params[{i}] to be a parameter, got {param!r}")
+                raise TypeError(f"{handle}: expected params[{i}] to be a parameter, got {param!r}")
             name, owner = self._fqn_of.get(id(param)), owners.get(id(param))
             if owner is not None:
                 raise ValueError(
-                    f"parameter `{name or f'params[{i}]'}` of {what} is flattened already: it belongs to "
+                    f"parameter `{name or f'params[{i}]'}` of {handle} is flattened already: it belongs to "
                     f"{owner._names()}; a parameter can be in one unit only"
                 )
             if name is None:
                 raise flatten.not_in_tree(module, i, param)
-        for param in params:
+            what = flatten.describe(self, param)
             if param.is_complex():
-                raise ValueError(f"{flatten.describe(self, param)} is complex: LayerZero flattens real parameters only")
+                raise ValueError(f"{what} is complex: LayerZero flattens real parameters only")
             if param.is_meta:
-                raise ValueError(
-                    f"{flatten.describe(self, param)} has no values: give the module memory (to_empty()) and "
-                    "initialize it before"
-                )
+                raise ValueError(f"{what} has no values: give the module memory (to_empty()) and initialize it before")
         self._validate_tensors_to_flatten(list(params))
         for param in params:
             if not _C.is_plain_tensor(param):

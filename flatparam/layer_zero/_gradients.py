@@ -45,8 +45,8 @@ class Gradients(Parameters):
             self._leave_backward()
 
     def _leave_backward(self) -> None:
-        if self._prepared >= 0:
-            self._free_unused_gradient()
+        if self._prepared >= 0 and self.flat_param._full_grad_padded._version == self._prepared:
+            self.free_runtime_unshard_grad()  # no gradient came
         self._in_backward = False
         if "_saved_grad" not in vars(self.flat_param):
             self._show()
@@ -168,11 +168,6 @@ class Gradients(Parameters):
             self._take_runtime_grads()
         self._free(buffer)
 
-    def _free_unused_gradient(self) -> None:
-        """Free the buffer that was prepared, if no gradient came."""
-        if self.flat_param._full_grad_padded._version == self._prepared:
-            self.free_runtime_unshard_grad()
-
     # The reduction
 
     @torch.no_grad()
@@ -214,7 +209,7 @@ class Gradients(Parameters):
         flat_param._saved_grad = shard_grad
         if self._rs_handle is None:
             self._add_reduced_before()
-        self._forget_sum()
+        self._sum = Sum.NONE
         self._grad_synced = True
 
     @torch.no_grad()
@@ -310,7 +305,7 @@ class Gradients(Parameters):
             if self._in_backward:
                 self._take_runtime_grads()
             self._free(flat_param._full_grad_padded)
-            self._forget_sum()
+            self._sum = Sum.NONE
             self.free_full_prec_grad()
             self._is_from_masters = self._in_backward = False
             self._use_sharded_flat_param()

@@ -130,9 +130,7 @@ class Parameters(Sums):
         if not hasattr(flat_param, "_zero1_shard"):
             raise AssertionError(self._about("expects to be sharded: call shard() first"))
         self._check_on_compute_device(flat_param)
-        size = torch.Size([flat_param.numel() * self.zero1_world_size])
-        low, full = self._fwd_bwd_param_dtype, self.full_prec_dtype
-        flat_param._padded_unsharded_size = size
+        size, low, full = flat_param._padded_unsharded_size, self._fwd_bwd_param_dtype, self.full_prec_dtype
         for name, dtype in (
             ("_full_grad_padded", low),
             ("_full_prec_grad_padded", full),
@@ -216,14 +214,10 @@ class Parameters(Sums):
             if renewed is not None:
                 self.flat_param._full_param_padded = padded = renewed
             if refresh:
-                self._note_fresh()
+                self._seen_values, self._seen_steps = self._core.versions(), optimizers.taken
                 self._is_from_masters = True
         self._gathered = self._confirmed = True
         return padded
-
-    def _note_fresh(self) -> None:
-        """Note that the current masters have been gathered."""
-        self._seen_values, self._seen_steps = self._core.versions(), optimizers.taken
 
     @property
     def _is_changed_here(self) -> bool:
@@ -275,7 +269,7 @@ class Parameters(Sums):
             self._core.show_views(self.flat_param._tensors, self._state is FORWARD)
         else:
             self._is_whole = True
-            self._core.show_whole(padded)
+            self._core.show_params(padded, True)
 
     _use_unpadded_unsharded_flat_param = _use_unsharded_flat_param
 
@@ -302,7 +296,7 @@ class Parameters(Sums):
     def _use_sharded_flat_param(self) -> None:
         """Let ``flat_param`` be the master, and the parameters its pieces."""
         tensors, was_whole, self._is_unsharded, self._is_whole = self.flat_param._tensors, self._is_whole, False, False
-        self._core.show_shard(was_whole)
+        self._core.show_params(None, was_whole)
         if self._state is BACKWARD_POST and tensors[0] is not None:
             _C.clear_grads(tensors)
             tensors[:] = [None] * len(tensors)
@@ -352,7 +346,7 @@ class Parameters(Sums):
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Let the modules have views of the unsharded flat parameter, or with ``as_params`` whole parameters."""
         if as_params:
-            self._core.show_whole(self.flat_param.detach())
+            self._core.show_params(self.flat_param.detach(), True)
         else:
             self._use_unsharded_flat_param(self.flat_param._full_param_padded)
 

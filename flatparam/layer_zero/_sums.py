@@ -82,7 +82,7 @@ class Sums(Base):
         """Free the sum's memory on the device. Unless it was offloaded, the sum is lost."""
         if self._sum != Sum.ON_HOST:
             was_shown = self._stop_showing()
-            self._forget_sum()
+            self._sum = Sum.NONE
             if was_shown:
                 self._show()
         total = self.flat_param._full_prec_grad_padded
@@ -173,21 +173,15 @@ class Sums(Base):
         if not self._is_shown:
             return False
         self._is_shown = False
-        refused = self._core.read_sum()
-        if refused != -1:  # nothing is left of it
-            self._sum = Sum.NONE
-            self.free_full_prec_grad()
-        if refused >= 0:
-            raise ValueError(
-                f"the gradient of `{self.flat_param._fqns[refused]}` was changed in place between micro-batches. There "
-                "it shows their sum; the reduced gradient lies beside it, and the change would miss it. Change "
-                "gradients after the reduction, or call recover() of every handle"
-            )
+        is_left = False
+        try:
+            is_left = self._core.show_accumulated(False)
+        finally:
+            _C.set_grad(self.flat_param, None)
+            if not is_left:
+                self._sum = Sum.NONE
+                self.free_full_prec_grad()
         return True
-
-    def _forget_sum(self) -> None:
-        self._sum = Sum.NONE
-        self._core.drop_sum()
 
     def _use_sharded_grad_views(self) -> None:
         """Set each original parameter's ``.grad`` to its 1-D piece of the reduced gradient, or to None."""

@@ -350,7 +350,7 @@ def changing_zeros(offload):
     for change in (lambda grad: grad.mul_(1.0), lambda grad: grad.mul_(0.5)):
         begin()
         change(weights[0].grad)
-        with pytest.raises(ValueError, match="the gradient of `scale` was changed in place between micro-batches"):
+        with pytest.raises(ValueError, match="parameter `scale` of a Block was changed in place between micro-batches"):
             driver.backward(losses(model, 1, 1))
         for handle in driver.handles:
             handle.recover()
