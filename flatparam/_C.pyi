@@ -87,12 +87,7 @@ class ModuleParams:
         self, params: Iterable[nn.Parameter], shared: Iterable[nn.Parameter], unsafe: bool, /
     ) -> None: ...
     def use_parameters(
-        self,
-        flat: torch.Tensor,
-        params: Iterable[torch.Tensor],
-        shared: Iterable[torch.Tensor],
-        unsafe: bool,
-        /,
+        self, flat: torch.Tensor, params: Iterable[torch.Tensor], shared: Iterable[torch.Tensor], unsafe: bool, /
     ) -> bool: ...
     def use_unsharded(
         self,

@@ -44,11 +44,8 @@ def sums_of_samples(names: Mapping[LocalParam, str], rank: int) -> dict[str, int
 
     The total over all ranks depends on the values alone, not on how they are sharded. Tensor subclasses are left out.
     """
-    found = {}
-    for held, name in names.items():
-        if type(held.owner) in (Tensor, nn.Parameter):
-            found[name] = _sum(held, *written(held, rank))
-    return found
+    plain = ((held, name) for held, name in names.items() if type(held.owner) in (Tensor, nn.Parameter))
+    return {name: _sum(held, *written(held, rank)) for held, name in plain}
 
 
 def _sum(held: LocalParam, begin: int, end: int) -> int:

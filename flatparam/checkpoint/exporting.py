@@ -62,9 +62,8 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
     """
     meter = Meter("verify", False)
     with opened(path, trusted) as source:
-        look: Look | None = partial(refuse_not_finite, source) if check_finite else None
-        if source.index is None and look is None:
-            look = _only_read
+        only_read: Look | None = None if source.index else lambda chunk, values: None
+        look = partial(refuse_not_finite, source) if check_finite else only_read
         of_all = ((name, chunks, look) for _, name, chunks in tensors_of(source))
         for name, chunks, seen_by in (*of_all, *((name, chunks, None) for name, chunks in source.own.items())):
             for chunk in chunks:
@@ -137,7 +136,3 @@ def _other_names(source: Source) -> dict[str, str]:
         groups.setdefault(first, [first]).append(name)
     named = (sorted(name for name in names if name in source.model) for names in groups.values())
     return {name: names[0] for names in named for name in names[1:]}
-
-
-def _only_read(chunk: Chunk, values: torch.Tensor) -> None:
-    pass

@@ -80,8 +80,8 @@ def write_file(
     ``values``: returns the tensor of a part when its turn comes; the part itself may have a meta tensor.
     ``metadata``: entries of the header beside those of torch's distributed checkpoints.
     Returns: the index's entry for the file: its size in bytes, the crc32 of its header, and the boxes in it.
-    Raises: CheckpointError for a dtype that the format lacks, before the file is made; OSError. A file that could not
-    be written to its end is left there: the caller removes its folder.
+    Raises: CheckpointError for a name that the format lacks, before the file is made; OSError. A file that could not
+    be written to its end is left there: the caller removes its folder. The caller has checked the dtypes.
     """
     parts = sorted(parts, key=lambda part: -part.tensor.itemsize)
     chunks: dict[str, Chunk] = {}
@@ -89,10 +89,7 @@ def write_file(
     for part in parts:
         if part.key == "__metadata__":
             raise CheckpointError("`__metadata__` is no name for a tensor in a safetensors file: rename it")
-        dtype = NAMES.get(part.tensor.dtype)
-        if dtype is None:
-            raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
-        chunks[part.key] = Chunk(name, dtype, part.shape, part.offsets, tuple(part.tensor.shape), at)
+        chunks[part.key] = Chunk(name, NAMES[part.tensor.dtype], part.shape, part.offsets, tuple(part.tensor.shape), at)
         at += part.tensor.numel() * part.tensor.itemsize
     header = _header(parts, chunks, metadata)
     for chunk in chunks.values():
@@ -114,10 +111,7 @@ def write_file(
 def _header(parts: Sequence[Part], chunks: dict[str, Chunk], metadata: Mapping[str, str]) -> bytes:
     places = {part.key: {"saved_offsets": list(part.offsets)} for part in parts}
     told: dict[str, Any] = {
-        "__metadata__": {
-            **metadata,
-            **{"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
-        }
+        "__metadata__": {**metadata, **{"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}}
     }
     for part in parts:
         chunk = chunks[part.key]

@@ -7,8 +7,7 @@ takes both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -75,13 +74,18 @@ def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool)
 
 
 class Sums:
-    """The accumulated gradients that a load gives to the units. The constructor reads them and changes no unit.
+    """The accumulated gradients that a load gives to the units of rank ``me`` of ``size``.
 
-    ``told``: FQN -> ``(first element, number of elements, whether it is the frozen share)`` for this rank. ``values``:
-    ``kept.<FQN>`` -> those elements. Raises: CheckpointError naming the parameter, if they do not fit the layout here.
+    The constructor reads them and changes no unit. Raises: CheckpointError naming the parameter, if they do not fit the
+    layout here.
     """
 
-    def __init__(self, held: Iterable[LocalParam], told: Mapping[str, Any], values: Mapping[str, Tensor]):
+    def __init__(self, held: Iterable[LocalParam], index: Index | None, source: Source, me: int, size: int):
+        ranks = [] if index is None else index.ranks
+        name = next((name for rank in ranks for name in rank.get("kept", {})), None)
+        if name is not None and len(ranks) != size:
+            raise _misfit(name, f"each of {len(ranks)} ranks has its own, and here are {size}")
+        told, values = {} if name is None else ranks[me].get("kept", {}), OfRank(source, me)
         self._sums: dict[FlatParam, Tensor] = {}
         self._frozen: dict[FlatParam, list[bool]] = {}  # one for each tensor that an optimizer steps
         self._units: dict[Unit, None] = {}  # in order
@@ -138,14 +142,3 @@ def _misfit(name: str, why: str) -> CheckpointError:
         "Load it with the ranks, strategy and groups that saved it, and save after the optimizer's step; or load the "
         "model without the optimizer"
     )
-
-
-def sums_of(held: Iterable[LocalParam], index: Index | None, source: Source, me: int, size: int) -> Sums:
-    """Return the accumulated gradients that the checkpoint has for rank ``me`` of ``size``. Raises: CheckpointError."""
-    ranks = [] if index is None else index.ranks
-    name = next((name for rank in ranks for name in rank.get("kept", {})), None)
-    if name is None:
-        return Sums(held, {}, {})
-    if len(ranks) != size:
-        raise _misfit(name, f"each of {len(ranks)} ranks has its own, and here are {size}")
-    return Sums(held, ranks[me].get("kept", {}), OfRank(source, me))

@@ -27,7 +27,7 @@ from .boxes import Read
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
-from .gradients import sums_of
+from .gradients import Sums
 from .index import Index
 from .model_plan import ModelPlan
 from .modules import values_of_modules
@@ -110,12 +110,9 @@ def load(
         )
     for why in loading.targets.without_state if loading.targets is not None and rendezvous.is_first else ():
         warn_here(f"{path}: the optimizer's state in the checkpoint {why}")
-    loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
-    loaded.missing, loaded.unexpected = plan.missing, plan.unexpected
-    loaded.base = list(plan.base.values())
-    if index is not None:
-        loaded.world_size, loaded.extra = index.world_size, loading.extra
-    return loaded
+    summary = Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds)
+    world_size = None if index is None else index.world_size
+    return Loaded(summary, loading.extra, world_size, plan.missing, plan.unexpected, list(plan.base.values()))
 
 
 def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
@@ -125,14 +122,9 @@ def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
         with naming_checkpoint(source.folder):
             if not 0 <= rank < source.index.world_size:
                 raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
-            return read_extra_of(source, source.index, rank)
+            return decode(source.index.ranks[rank].get("extra"), OfRank(source, rank))
     finally:
         source.close()
-
-
-def read_extra_of(source: Source, index: Index, rank: int) -> Any:
-    """Return the ``extra`` that ``rank`` saved, from an open checkpoint. Raises: CheckpointError, OSError."""
-    return decode(index.ranks[rank].get("extra"), OfRank(source, rank))
 
 
 class _Loading:
@@ -183,7 +175,8 @@ class _Loading:
         with naming_checkpoint(self.path):
             if index is not None:
                 source.values, source.alone = self._plan_modules(source, index, strict), self._own("own")
-                self.extra = read_extra_of(source, index, self.rendezvous.rank % index.world_size)
+                saved_by = self.rendezvous.rank % index.world_size
+                self.extra = decode(index.ranks[saved_by].get("extra"), OfRank(source, saved_by))
             source.look = partial(refuse_not_finite, source) if check_finite else None
             plan = self.into
             plan.plan(held, source, strict)
@@ -201,7 +194,7 @@ class _Loading:
             with naming_checkpoint(self.path):
                 self.targets = OptimizerPlan(named, of_optimizer, source, self._own("own_states"))
                 self.targets.plan(strict, convert)
-            self.targets.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
+            self.targets.sums = Sums(held, index, source, self.rendezvous.rank, self.rendezvous.size)
         meter.expect(self.bytes)
         with naming_checkpoint(self.path):
             check_reads(source, self.reads, source.look, meter.add)
@@ -229,26 +222,25 @@ class _Loading:
         own = OfRank(self.source, self.rendezvous.rank)
         return {name: own.chunks(key) for name, key in self._saved_here.get(kind, {}).items()}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def commit(self) -> int:
-        """Load what is planned. Returns: ``bytes``. Raises: CheckpointError: the model is then loaded in part."""
+        """Read into the shards, tell the units, set states and gradients. Returns: ``bytes``.
+
+        Raises: CheckpointError: the model is then loaded in part.
+        """
         try:
-            self._commit()
+            assert self.source is not None
+            for read in self.reads:
+                self.source.read(read)
+            self.into.commit()
+            for module, value in self._of_modules:
+                module.set_extra_state(value)
+            if self.targets is not None:
+                self.targets.commit()
         except Exception as error:
             raise CheckpointError(f"{error}; the model is loaded in part: load it again") from error
         return self.bytes
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _commit(self) -> None:
-        """Read into the shards, tell the units, set states and gradients."""
-        assert self.source is not None
-        for read in self.reads:
-            self.source.read(read)
-        self.into.commit()
-        for module, value in self._of_modules:
-            module.set_extra_state(value)
-        if self.targets is not None:
-            self.targets.commit()
 
     def compare(self, said: list[Any]) -> None:
         """On the first rank: compare the digests and base sums that all ranks ``said``.

@@ -55,6 +55,7 @@ class OptimizerPlan:
         self._named, self._told, self._source = named, told, source
         self._states: Mapping[str, Mapping[str, Any]] = told["states"]
         self._saved = {name: i for i, (_, names) in enumerate(told["groups"] or ()) for name in names}
+        self._labels = told.get("optimizers", [""] * len(told["groups"] or ()))  # of the saved groups
         self._chunks_of = ChainMap(dict(own), dict(source.optimizer))
         self.reads: list[Read] = []
         self.state: list[tuple[Tensor, dict[str, Any]]] = []
@@ -196,10 +197,9 @@ class OptimizerPlan:
         """
         if convert is not None and not all(isinstance(key, str) for pair in convert.items() for key in pair):
             raise CheckpointError(f"expected convert= to have str for keys and values, got {convert!r}")
-        labels = self._told.get("optimizers", [""] * len(self._told["groups"] or ()))
         names = [one.name for one in group.params]
         numbers = dict.fromkeys(self._saved[name] for name in names if name in self._saved)
-        kinds = (self._told.get("classes", {}).get(labels[number]) for number in numbers)
+        kinds = (self._told.get("classes", {}).get(self._labels[number]) for number in numbers)
         before, here = next((kind for kind in kinds if kind is not None), None), self._named.classes[group.label]
         keys = {name: [key for key in self._told["states"].get(name, {}) if key != GRADIENT] for name in names}
         why: str | None = None
@@ -235,8 +235,7 @@ class OptimizerPlan:
 
     def _check_labels(self, strict: bool) -> None:
         """Raises: CheckpointError if a parameter has changed its optimizer, or a saved one has no parameter here."""
-        saved = self._saved
-        labels = self._told.get("optimizers", [""] * len(self._told["groups"]))
+        saved, labels = self._saved, self._labels
         absent = dict.fromkeys(labels) if strict and len(set(labels)) > 1 else {}
         for group in self._named.groups:
             for name in (param.name for param in group.params if param.name in saved):

@@ -81,7 +81,6 @@ class SavePlan:
 
     def add(self, folder: str, key: str, held: LocalParam, values: Tensor, rank: int) -> None:
         """Add the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""
-        refuse_freed(values, f"`{key}`")
         begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
         if not boxes and rank == 0 and 0 in held.shape:
@@ -93,7 +92,6 @@ class SavePlan:
     def add_own(self, values: dict[str, Tensor], rank: int) -> None:
         """Add tensors to this rank's own file. ``values``: name -> tensor."""
         for key, value in values.items():
-            refuse_freed(value, f"`{key}`")
             self._put(RANKS, 0, rank, Part.whole(key, value))
 
     def keep_alone(self, rank: int, differs: bool) -> None:
@@ -108,6 +106,7 @@ class SavePlan:
             self.add_own(alone.of_modules, rank)
 
     def _put(self, folder: str, box: int, rank: int, part: Part) -> None:
+        refuse_freed(part.tensor, f"`{part.key}`")
         if part.tensor.dtype not in NAMES:
             raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
         # torch's reader takes one box of a name from a file: a second box goes into another file

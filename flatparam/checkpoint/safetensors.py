@@ -70,14 +70,6 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     return _IncompatibleKeys(loading.missing, loading.unexpected)
 
 
-class _Given(Foreign):
-    """The tensors of ``files`` under their own names. The files stay the caller's."""
-
-    def __init__(self, files: Files):
-        self._files = files
-        self.model, self.optimizer = whole_tensors(files), {}
-
-
 class _Loading(ModelPlan):
     """One load on this rank. ``values``: digests that must be equal on all ranks. Owns the open files."""
 
@@ -92,7 +84,8 @@ class _Loading(ModelPlan):
         held = list(local_params_of(self.module, name_of=bare_names(self.module)))
         refuse_forms(held, "load_safetensors", "load it before it is parallelized, or by a state dict")
         reader = self._reader = Files(files)
-        source = _Given(reader)
+        source = Foreign()
+        source.model = whole_tensors(reader)  # under their own names
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
             self.plan(held, source, into=self._into)
         lines = [

@@ -165,7 +165,8 @@ def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) ->
     by a stand-in of the file counts as copied from it. Raises: CheckpointError naming one that was replaced otherwise.
     """
     places = _places(module, list(held), stand_ins)
-    before = [(inner, dict(inner._parameters), _hidden(inner, new)) for inner, new in places]
+    shown_before = ({name: vars(inner)[name] for name in new if name in vars(inner)} for inner, new in places)
+    before = [(dict(inner._parameters), views) for (inner, _), views in zip(places, shown_before, strict=True)]
     try:
         for inner, new in places:
             for name, param in new.items():
@@ -186,18 +187,13 @@ def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) ->
                         "dict is saved or loaded, which cannot be kept: copy into it instead"
                     )
     finally:
-        for (inner, new), (_, parameters, hidden) in zip(places, before, strict=True):
+        for (inner, new), (parameters, views) in zip(places, before, strict=True):
             for name in new:
                 inner.__dict__.pop(name, None)
             if list(inner._parameters) != list(parameters):
                 inner._parameters.clear()
             inner._parameters.update(parameters)
-            inner.__dict__.update(hidden)
-
-
-def _hidden(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Return the views of ``names`` that the last forward has left in the module's ``__dict__``."""
-    return {name: module.__dict__[name] for name in names if name in module.__dict__}
+            inner.__dict__.update(views)  # the last forward has left them
 
 
 def _places(

@@ -140,10 +140,7 @@ def _state_of_handle(handle: Handle) -> dict[str, Any]:
         attributes["_params"] = _current_params(handle)
     if "_post_backward_called" in attributes:
         attributes["_post_backward_called"] = False
-    return state | {
-        "_unit": handle._unit is not None,
-        _ATTRIBUTES: attributes,
-    }
+    return state | {"_unit": handle._unit is not None, _ATTRIBUTES: attributes}
 
 
 def _is_ever_sharded(handle: Handle) -> bool:

@@ -191,11 +191,7 @@ def _originals(handle: Handle, params: list[Tensor], found: list[Tensor], fqns: 
 
 
 def _flat_param_of(
-    handle: Handle,
-    originals: _Originals,
-    infos: Sequence[ParamInfo],
-    layout: _C.Layout | None,
-    in_c: _C.Layout | None,
+    handle: Handle, originals: _Originals, infos: Sequence[ParamInfo], layout: _C.Layout | None, in_c: _C.Layout | None
 ) -> FlatParameter:
     """Flatten ``originals``, or leave the flat data unwritten if ``shard()`` follows at once."""
     tensors, requires_grad = originals.tensors, originals.requires_grad

@@ -21,12 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..common.patches import flat_params_live, names_of
 from ..common.tensors import row_major
-from ..common.torch_private import (
-    HandleShardingStrategy,
-    HandleTrainingState,
-    leave_out_of_graphs,
-    torch_flat_param,
-)
+from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, leave_out_of_graphs, torch_flat_param
 from . import flat_param
 from .base import TORCH_HANDLE, installed
 from .handle import FlatParamHandle

@@ -140,12 +140,7 @@ class GroupTrace:
         found = False
         try:
             found = board.watch(
-                trace=self.core,
-                group=name,
-                device=self._device,
-                prefix=prefix,
-                ranks=self._ranks,
-                interval=_WATCHING,
+                trace=self.core, group=name, device=self._device, prefix=prefix, ranks=self._ranks, interval=_WATCHING
             )
         except RuntimeError:  # the group is gone, or its backend cannot abort
             found = bool(self.core.broken)

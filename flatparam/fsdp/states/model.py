@@ -34,15 +34,7 @@ from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
 from .entries import is_own, own_params, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .loading import Values, agree_on_loading, kind_of
-from .rows import (
-    agree_on_rows,
-    check_rows,
-    cut_rows,
-    has_rows,
-    is_rows,
-    is_whole,
-    whole_values,
-)
+from .rows import agree_on_rows, check_rows, cut_rows, has_rows, is_rows, is_whole, whole_values
 from .snapshot import Before
 from .table import Table
 from .values import copy_of, dtype_of, same, shape_of

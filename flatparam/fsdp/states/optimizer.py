@@ -1,7 +1,8 @@
 """The wrapper's functions for optimizer states, with the names and arguments of torch 1.12 and torch 2.
 
 Policy only: arguments, forms, and who communicates. `optimizer_saving.py` makes a state, `optimizer_loading.py` cuts
-one, `rows.py` and `from_rank0.py` bring the elements of a state that is not whole here. Nothing here changes a model.
+one, and brings the elements of a state that rank 0 alone has; `rows.py` brings those of a state in rows. Nothing here
+changes a model.
 
 A state is a dict with ``"state"`` (FQN of the unwrapped model -> key -> value) and ``"param_groups"``. A tensor
 with one element for each element of the parameter has the parameter's shape. Other values, as a step count, are as
@@ -26,9 +27,8 @@ from ..either import or_torchs
 from ..errors import StateError
 from ..unit.local_params import LocalParam, UnitParam
 from ..unit.unit import units_of
-from .from_rank0 import from_first
 from .optimizer_classes import class_of, why_not
-from .optimizer_loading import cut
+from .optimizer_loading import cut, from_first
 from .optimizer_saving import Sink, unsharded_state
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .table import Table, settings_of

@@ -55,14 +55,15 @@ class Beside:
     """A copy of the buffers of all modules in ``module``, and of all attributes of modules with code for loading.
 
     Tensors, lists, dicts and sets are cloned, as a load may change them in place; other values are referred to.
+    ``parameters``: copy those too that no unit manages.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, parameters: bool = False):
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._inside: list[tuple[Any, Any]] = []
         managed = managed_places(unit_paths(module))  # a view from the last forward has no memory
         for inner in module.modules():
-            mappings: list[dict[str, Any]] = [inner._buffers]
+            mappings: list[dict[str, Any]] = [inner._buffers, *([inner._parameters] if parameters else [])]
             if loads_by_itself(inner) and not isinstance(inner, Wrapper):
                 mappings += [vars(inner), inner._modules]
             for mapping in mappings:
@@ -92,7 +93,7 @@ class Beside:
 
 def _is_changed_in_place(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.layout == torch.strided and not value.is_meta
+        return (value.layout == torch.strided or isinstance(value, nn.Parameter)) and not value.is_meta
     return type(value) in (list, dict, set)
 
 
@@ -110,22 +111,17 @@ class Before:
         self._units = [(unit, unit.mismatched) for unit in units]
         self._shards: list[tuple[FlatParam, Tensor]] = []
         self._templates: list[tuple[ParamInfo, Tensor | None]] = []
-        self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for unit in units:
             unit.sync_user_writes()
             for flat_param in unit.flat_params:
                 self._shards.append((flat_param, flat_param.flat.detach().clone()))
                 self._templates += [(original, original.template) for original in flat_param.originals]
-        self._beside = Beside(module)
-        self._kept: list[tuple[nn.Module, Any]] = []  # (module, extra state)
-        managed = managed_places(units)
-        for inner in module.modules():
-            if overrides(inner, "get_extra_state") and overrides(inner, "set_extra_state"):
-                self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
-            for name, tensor in inner._parameters.items():
-                if tensor is not None and (inner, name) not in managed:
-                    refuse_freed(tensor, f"`{name}` of a {type(inner).__name__}")
-                    self._others.append((inner._parameters, name, tensor, tensor.detach().clone()))
+        self._beside = Beside(module, parameters=True)
+        self._kept = [
+            (inner, copy.deepcopy(inner.get_extra_state()))
+            for inner in module.modules()
+            if overrides(inner, "get_extra_state") and overrides(inner, "set_extra_state")
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -137,9 +133,6 @@ class Before:
             unit.mismatched = apart
         for original, template in self._templates:
             original.template = template
-        for mapping, name, tensor, value in self._others:
-            tensor.detach().copy_(value)
-            mapping[name] = tensor
         self._beside.restore()
         for inner, kept in self._kept:
             inner.set_extra_state(kept)

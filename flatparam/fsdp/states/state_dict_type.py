@@ -51,7 +51,7 @@ def set_state_dict_type(
             )
         configs.append(expected() if config is None else config)
     wrappers = Wrapper.fsdp_modules(module)
-    before = _common(wrappers, whole=False)
+    before: StateDictSettings | None = _common(wrappers, whole=False)
     for each in wrappers:
         if state_dict_type is StateDictType.LOCAL_STATE_DICT and each.placement.mesh is not None:
             raise StateError(
@@ -69,7 +69,7 @@ def set_state_dict_type(
 @or_torchs
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """The settings of the units under ``module``. Raises: StateError if they differ, ValueError without a unit."""
-    found = _common(Wrapper.fsdp_modules(module), whole=True)
+    found: StateDictSettings | None = _common(Wrapper.fsdp_modules(module), whole=True)
     if found is None:
         raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
     return found
@@ -96,24 +96,17 @@ def state_dict_type(
     return _C.Block(begin, end)
 
 
-def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:
+def _common(wrappers: list[Any], *, whole: bool) -> Any:
     """Return the settings that all ``wrappers`` share; None: there are no wrappers.
 
-    ``whole``: configs must be equal, else only of the same class. Raises: StateError if settings differ.
+    ``whole``: configs must be equal, else only the forms. Raises: StateError if settings differ.
     """
-    first = None
+    first: Any = wrappers[0]._settings if wrappers else None
     for wrapper in wrappers:
-        settings: StateDictSettings = wrapper._settings
-        if first is None:
-            first = settings
-        same = settings == first if whole else [*map(type, _fields(settings))] == [*map(type, _fields(first))]
-        if settings.state_dict_type is not first.state_dict_type or not same:
+        settings = wrapper._settings
+        if not (settings == first if whole else settings.state_dict_type is first.state_dict_type):
             raise StateError(
                 f"All FSDP modules must have the same state dict settings: got {settings} for {wrapper._unit.name}, "
                 f"and {first} for {wrappers[0]._unit.name}"
             )
     return first
-
-
-def _fields(settings: StateDictSettings) -> tuple[Any, ...]:
-    return settings.state_dict_config, settings.optim_state_dict_config

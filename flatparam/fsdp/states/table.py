@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam, local_params_of, unit_paths
-from ..unit.unit import Unit
 
 
 @dataclass(eq=False)
@@ -92,23 +91,16 @@ def stepped_of(params: Iterable[LocalParam]) -> dict[int, SteppedParam]:
     return found
 
 
-@dataclass(eq=False)
 class Table:
     """All parameters of ``model``: first those of its units, in the units' order, then those that no unit manages.
 
     The order is the same on all ranks. ``by_name``: all FQNs, so a tied parameter has several.
     """
 
-    model: nn.Module
-    units: list[Unit] = field(default_factory=list)
-    flat_params: list[FlatParam] = field(default_factory=list)
-    params: list[LocalParam] = field(default_factory=list)
-    by_name: dict[str, LocalParam] = field(default_factory=dict)
-    _stepped: dict[int, SteppedParam] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.params = list(local_params_of(self.model, buffers=False))
-        self.units = list(unit_paths(self.model))
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.params = list(local_params_of(model, buffers=False))
+        self.units = list(unit_paths(model))
         self.flat_params = [flat_param for unit in self.units for flat_param in unit.flat_params]
         self._stepped = stepped_of(self.params)
         self.by_name = {name: param for param in self.params for name in param.names}
@@ -144,19 +136,10 @@ class Table:
 
         ``given``: an optimizer, or its constructor's parameters or groups; None: all parameters. Raises: ValueError.
         """
-        if hasattr(given, "param_groups"):
-            groups = [group["params"] for group in given.param_groups]
-        else:
-            groups = [list(group) for group in _groups(self.model.parameters() if given is None else given)]
-        return [[self.stepped(tensor) for tensor in group] for group in groups]
-
-
-def _groups(given: Iterable[Any]) -> Iterator[Iterable[Tensor]]:
-    listed = list(given)
-    if listed and isinstance(listed[0], dict):
-        yield from ([group["params"]] if isinstance(group["params"], Tensor) else group["params"] for group in listed)
-    else:
-        yield listed
+        listed = list(getattr(given, "param_groups", self.model.parameters() if given is None else given))
+        groups = [group["params"] for group in listed] if listed and isinstance(listed[0], dict) else [listed]
+        members = ([group] if isinstance(group, Tensor) else group for group in groups)
+        return [[self.stepped(tensor) for tensor in group] for group in members]
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,12 +94,7 @@ def _having(grad: Tensor | None, like: Tensor) -> nn.Parameter:
     return param
 
 
-def clip(
-    groups: list[Members],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
+def clip(groups: list[Members], max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``. Return the norm before, equal on every rank.
 
     A collective call. ``groups``: from ``by_group``. The norm of a group is added over the ranks that share it, and

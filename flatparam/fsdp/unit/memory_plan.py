@@ -225,12 +225,7 @@ def _sums(values: Iterable[int]) -> list[int]:
 
 
 def _moments(
-    plans: tuple[UnitPlan, ...],
-    always: int,
-    prefetch: bool,
-    gathers_ahead: bool,
-    earlier: bool,
-    kept: list[int] | None,
+    plans: tuple[UnitPlan, ...], always: int, prefetch: bool, gathers_ahead: bool, earlier: bool, kept: list[int] | None
 ) -> Iterator[Moment]:
     """Yield the moments of a forward and backward. Units run in their order, and the root around all others.
 

@@ -92,10 +92,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         copied = object.__new__(Unit)
         memo[id(self)] = copied
-        shared = (
-            *(flat_param.layout for flat_param in self.flat_params),
-            *self.options.extensions,
-        )  # immutable
+        shared = (*(flat_param.layout for flat_param in self.flat_params), *self.options.extensions)  # immutable
         memo.update((id(one), one) for one in shared)
         for key, value in vars(self).items():
             if key not in _MADE_AGAIN:

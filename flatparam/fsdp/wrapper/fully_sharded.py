@@ -283,11 +283,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         self.register_load_state_dict_post_hook(model.after_load)  # type: ignore[no-untyped-call]
 
     def _targets(
-        self,
-        module: nn.Module,
-        policy: Any,
-        ignored_modules: set[nn.Module],
-        arguments: dict[str, Any],
+        self, module: nn.Module, policy: Any, ignored_modules: set[nn.Module], arguments: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """Map each descendant that becomes a unit to its constructor's arguments. Checks the policy.
 
