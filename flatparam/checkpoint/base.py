@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.tensors import row_major
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .files import NAMES
@@ -54,10 +53,8 @@ def _sum(held: LocalParam, begin: int, end: int) -> int:
     if begin == end:
         return 0
     index = torch.arange(count, device="cpu") * numel // max(count, 1)  # of the tensor in rows
-    place, rest = torch.zeros_like(index), index
-    for stride, step in zip(row_major(held.shape), held.stride, strict=True):  # in the order of its memory
-        place += rest // stride * step
-        rest = rest % stride
+    places = zip(torch.unravel_index(index, held.shape), held.stride, strict=True)
+    place = sum((at * step for at, step in places), torch.zeros_like(index))  # in the order of its memory
     here = (place >= begin) & (place < end)
     values = held.flat.detach().view(torch.uint8).view(-1, held.flat.itemsize)
     some = values.index_select(0, (place[here] - held.start).to(values.device)).cpu().long()

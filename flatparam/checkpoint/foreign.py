@@ -86,15 +86,10 @@ class Foreign(Source):
 
         A prefix ``model.`` is removed if there is an optimizer or if all names have it; ``fit`` may undo that.
         """
-        prefixed = any(name.startswith(_OPTIMIZER) for name in tensors)
-        self.model, self.optimizer = {}, {}
-        for name, chunks in tensors.items():
-            if prefixed and name.startswith(_OPTIMIZER):
-                self.optimizer[name.partition(".")[2]] = chunks
-            else:
-                self.model[name.removeprefix(*_MODEL) if prefixed else name] = chunks
-        if not prefixed and self.model and all(name.startswith(_MODEL) for name in self.model):
-            self.model = {name.removeprefix(*_MODEL): chunks for name, chunks in self.model.items()}
+        model = {name: chunks for name, chunks in tensors.items() if not name.startswith(_OPTIMIZER)}
+        self.optimizer = {name.partition(".")[2]: chunks for name, chunks in tensors.items() if name not in model}
+        is_cut = bool(self.optimizer) or all(name.startswith(_MODEL) for name in model)
+        self.model = {name.removeprefix(*_MODEL) if is_cut else name: chunks for name, chunks in model.items()}
         self.digest = _digest(tensors)
         self._given = tensors
 

@@ -23,7 +23,6 @@ import torch.nn as nn
 
 from ..common.warned import warn_here
 from .base import check_sums, sums_of_samples
-from .boxes import Read
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
@@ -96,23 +95,24 @@ def load(
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
     loading = _Loading(model, optimizer, rendezvous)
     try:
-        rendezvous.agree(partial(loading.plan, path, strict, trusted, check_finite, convert, meter), loading.compare)
-        read = rendezvous.agree(loading.commit, sum, is_last=True)
+        rendezvous.agree(partial(loading.prepare, path, strict, trusted, check_finite, convert, meter), loading.compare)
+        read = rendezvous.agree(loading.carry_out, sum, is_last=True)
     finally:
         loading.close()
         seconds = meter.close()
-    plan, index = loading.into, loading.index
-    if plan.rounded and rendezvous.is_first:
-        name, stored, dtype = plan.rounded[0]
+    index = loading.index
+    if loading.rounded and rendezvous.is_first:
+        name, stored, dtype = loading.rounded[0]
         warn_here(
-            f"{path}: {len(plan.rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} there, and "
-            f"{dtype} here"
+            f"{path}: {len(loading.rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} there, "
+            f"and {dtype} here"
         )
     for why in loading.targets.without_state if loading.targets is not None and rendezvous.is_first else ():
         warn_here(f"{path}: the optimizer's state in the checkpoint {why}")
     summary = Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds)
     world_size = None if index is None else index.world_size
-    return Loaded(summary, loading.extra, world_size, plan.missing, plan.unexpected, list(plan.base.values()))
+    base = list(loading.base.values())
+    return Loaded(summary, loading.extra, world_size, loading.missing, loading.unexpected, base)
 
 
 def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
@@ -127,33 +127,23 @@ def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
         source.close()
 
 
-class _Loading:
-    """One load on this rank: owns the open files, and the copies of buffers until ``commit``."""
+class _Loading(ModelPlan):
+    """One load on this rank: owns the open files, and the copies of buffers until ``commit``.
+
+    ``reads``: of the optimizer's states too. ``bytes``: the number of bytes that this rank reads.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any, rendezvous: Rendezvous):
-        self.path, self.model, self.optimizer, self.rendezvous = Path(), model, optimizer, rendezvous
+        super().__init__(model)
+        self.path, self.optimizer, self.rendezvous, self.bytes = Path(), optimizer, rendezvous, 0
         self.source: Source | None = None
-        self.into = ModelPlan(model)
+        self.index: Index | None = None
         self.targets: OptimizerPlan | None = None
         self.extra: Any = None
         self._of_modules: list[tuple[Any, Any]] = []
 
-    @property
-    def index(self) -> Index | None:
-        return None if self.source is None else self.source.index
-
-    @property
-    def reads(self) -> list[Read]:
-        """All reads of this rank."""
-        return self.into.reads + ([] if self.targets is None else self.targets.reads)
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes that this rank reads."""
-        return sum(read.out.numel() * read.out.itemsize for read in self.reads)
-
     @torch.inference_mode(False)
-    def plan(
+    def prepare(
         self,
         path: str | os.PathLike[str],
         strict: bool,
@@ -167,10 +157,11 @@ class _Loading:
         Returns: what ``compare`` compares. Raises: Exception.
         """
         self.path = Path(os.path.abspath(path))
-        check_idle(self.model, "checkpoint.load")
+        check_idle(self.module, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
         index, base = source.index, source.about.get("base")
-        held = list(all_held(self.model, trainable_only=base is not None))
+        self.index = index
+        held = list(all_held(self.module, trainable_only=base is not None))
         source.fit({name for one in held for name in one.names})
         with naming_checkpoint(self.path):
             if index is not None:
@@ -178,27 +169,28 @@ class _Loading:
                 saved_by = self.rendezvous.rank % index.world_size
                 self.extra = decode(index.ranks[saved_by].get("extra"), OfRank(source, saved_by))
             source.look = partial(refuse_not_finite, source) if check_finite else None
-            plan = self.into
-            plan.plan(held, source, strict)
-            if strict and (plan.missing or plan.unexpected):
-                told = (("missing in the checkpoint", plan.missing), ("not in the model", plan.unexpected))
+            self.plan(held, source, strict)
+            if strict and (self.missing or self.unexpected):
+                told = (("missing in the checkpoint", self.missing), ("not in the model", self.unexpected))
                 parts = (f"{kind}: " + ", ".join(f"`{name}`" for name in names) for kind, names in told if names)
                 raise CheckpointError("; ".join(parts))
-        base_sums = sums_of_samples(plan.base, self.rendezvous.rank) if base is not None and strict else {}
-        if strict and plan.taken is None and source.values.keys() - plan.alike:
-            raise CheckpointError(f"the model has no module for `{min(source.values.keys() - plan.alike)}`")
-        if self.optimizer is not None:
-            named, of_optimizer = Named(self.optimizer, held), source.told_of_optimizer()
-            if of_optimizer is None:
-                raise CheckpointError(f"{self.path}: has no optimizer state")
-            with naming_checkpoint(self.path):
+            base_sums = sums_of_samples(self.base, self.rendezvous.rank) if base is not None and strict else {}
+            if strict and self.taken is None and source.values.keys() - self.alike:
+                raise CheckpointError(f"the model has no module for `{min(source.values.keys() - self.alike)}`")
+        named = None if self.optimizer is None else Named(self.optimizer, held)
+        with naming_checkpoint(self.path):
+            if named is not None:
+                of_optimizer = source.told_of_optimizer()
+                if of_optimizer is None:
+                    raise CheckpointError(f"{self.path}: has no optimizer state")
                 self.targets = OptimizerPlan(named, of_optimizer, source, self._own("own_states"))
                 self.targets.plan(strict, convert)
-            self.targets.sums = Sums(held, index, source, self.rendezvous.rank, self.rendezvous.size)
-        meter.expect(self.bytes)
-        with naming_checkpoint(self.path):
+                self.targets.sums = Sums(held, index, source, self.rendezvous.rank, self.rendezvous.size)
+                self.reads += self.targets.reads
+            self.bytes = sum(read.out.numel() * read.out.itemsize for read in self.reads)
+            meter.expect(self.bytes)
             check_reads(source, self.reads, source.look, meter.add)
-            self.into.check_tied(source)
+            self.check_tied(source)
         return [source.digest, base_sums]
 
     def _plan_modules(self, source: Source, index: Index, strict: bool) -> dict[str, Any]:
@@ -207,7 +199,7 @@ class _Loading:
         if "modules" in self._saved_here:
             rank, told = self.rendezvous.rank, self._saved_here["modules"]
         extra = {name: value for name, value in told.items() if name.rpartition(".")[2] == "_extra_state"}
-        self._of_modules = values_of_modules(self.model, extra, OfRank(source, rank), strict)
+        self._of_modules = values_of_modules(self.module, extra, OfRank(source, rank), strict)
         return {name: decode(value, OfRank(source, rank)) for name, value in told.items() if name not in extra}
 
     @property
@@ -224,7 +216,7 @@ class _Loading:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def commit(self) -> int:
+    def carry_out(self) -> int:
         """Read into the shards, tell the units, set states and gradients. Returns: ``bytes``.
 
         Raises: CheckpointError: the model is then loaded in part.
@@ -233,7 +225,7 @@ class _Loading:
             assert self.source is not None
             for read in self.reads:
                 self.source.read(read)
-            self.into.commit()
+            self.commit()
             for module, value in self._of_modules:
                 module.set_extra_state(value)
             if self.targets is not None:
@@ -256,6 +248,6 @@ class _Loading:
             check_sums(self.index.about["base"], [sums for _, sums in said])
 
     def close(self) -> None:
-        self.into.undo()
+        self.undo()
         if self.source is not None:
             self.source.close()

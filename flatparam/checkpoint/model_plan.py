@@ -7,7 +7,7 @@ when they read. No collective calls.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
@@ -47,16 +47,14 @@ class ModelPlan:
         self.alike: set[str] = set()
         self.rounded: list[tuple[str, torch.dtype, torch.dtype]] = []
 
-    def plan(
-        self,
-        held: list[LocalParam],
-        source: Source,
-        strict: bool = False,
-        into: Callable[[LocalParam], Tensor] = lambda held: held.flat,
-    ) -> None:
+    def into(self, one: LocalParam) -> Tensor:
+        """Return where the elements of ``one`` are read to."""
+        return one.flat
+
+    def plan(self, held: list[LocalParam], source: Source, strict: bool = False) -> None:
         """Let the modules load by their own code, and plan the reads of all other values into ``held``.
 
-        Args: ``strict``: a base must fit in every name and dtype. ``into``: returns where to read a parameter.
+        ``strict``: a base must fit in every name and dtype.
         Raises: CheckpointError naming tensors whose shape or kind of dtype does not fit; as ``take``. The caller then
         calls ``undo``.
         """
@@ -71,7 +69,7 @@ class ModelPlan:
             if of_base is not None:
                 self.base[one] = of_base
             elif here:
-                target = into(one) if one.numel else None
+                target = self.into(one) if one.numel else None
                 self._plan_reads(one, here[:1] if here[0] in source.alone else here, chunks_of, target)
             else:
                 self.missing.append(one.name)

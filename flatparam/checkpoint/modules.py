@@ -162,10 +162,8 @@ def take(module: nn.Module, held: list[LocalParam], source: Source) -> Taken | N
     if not any(loads_by_itself(inner, _NORMS if fits else "") for inner in module.modules()):
         return None
     of_modules = source.about.get("given", [])
-    boxes = {name: own.get(name) or chunks for name, chunks in source.model.items()}
-    if own:
-        boxes = {name: chunks for name, chunks in boxes.items() if name in own or name not in of_modules}
-        boxes |= {name: chunks for name, chunks in own.items() if name not in names}
+    boxes = {name: chunks for name, chunks in source.model.items() if not own or name not in of_modules}
+    boxes |= {name: chunks for name, chunks in own.items() if name in source.model or name not in names}
 
     def read(name: str) -> Tensor:
         if name not in boxes:

@@ -84,10 +84,8 @@ class OptimizerPlan:
                 if one.here:
                     state = self._state_of(one, {**group.group, **settings}, convert if converted else None)
                     self.state.append((one.tensor, state))
-            names = [([param.name for param in one.params], one) for one in group.stepped if not converted]
-            why = told_of_missing(
-                (told, not has.isdisjoint(told)) for told, one in names if told and one.tensor.requires_grad
-            )
+            steps = [one for one in group.stepped if one.tensor.requires_grad and not converted]
+            why = told_of_missing((one, any(param.name in has for param in one.params)) for one in steps)
             self.without_state += [] if why is None else [why]
         for one in self._named.all_stepped():
             if not any(isinstance(param, InHandle) for param in one.params):

@@ -93,11 +93,9 @@ class Named:
         states = ((tuple(one.tensor.shape), shapes_of(self.state_of(one.tensor))) for one in self.all_stepped())
         self.unlike = keys_of_one_shape(states)
 
-    def all_stepped(self) -> Iterator[SteppedParam]:
-        """Yield the tensors of all groups, then parameters that no optimizer steps: they may have gradients too."""
-        yield from (one for group in self.groups for one in group.stepped)
-        others = (one for one in self.stepped.values() if id(one.tensor) not in self.group_of)
-        yield from (one for one in others if not one.params[0].is_buffer)
+    def all_stepped(self) -> list[SteppedParam]:
+        """Return the tensors of all groups, and parameters that no optimizer steps: they may have gradients too."""
+        return [one for one in self.stepped.values() if id(one.tensor) in self.group_of or not one.params[0].is_buffer]
 
     def check_keys(self) -> None:
         """Raises: CheckpointError for state that belongs to no parameter, or whose key is no str or is ".grad"."""

@@ -87,7 +87,7 @@ class _Loading(ModelPlan):
         source = Foreign()
         source.model = whole_tensors(reader)  # under their own names
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
-            self.plan(held, source, into=self._into)
+            self.plan(held, source)
         lines = [
             f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + "."
             for kind, names in (("Missing", self.missing), ("Unexpected", self.unexpected))
@@ -106,8 +106,8 @@ class _Loading(ModelPlan):
             if one.unit is not None:
                 self.values[one.name] = (one.unit, f"{whole.dtype} {digest_of(whole)}")
 
-    def _into(self, one: LocalParam) -> Tensor:
-        """Return where the elements of ``one`` are read to: in place, if it has no values that a failure could lose."""
+    def into(self, one: LocalParam) -> Tensor:
+        """Read in place, if ``one`` has no values that a failure could lose; else into a copy on the host."""
         self._read[one] = torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat
         return self._read[one]
 

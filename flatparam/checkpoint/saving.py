@@ -24,6 +24,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ class Pending:
 
     def __init__(self, saving: _Saving):
         self._saving = saving
-        self._summary: Summary | None = None
-        self._error: BaseException | None = None
+        self._result: Future[Summary] = Future()
         self._thread = threading.Thread(target=self._run, name="flatparam checkpoint")
         _threads.add(self._thread)
         liveness.before_silence(_end_all)
@@ -72,9 +72,10 @@ class Pending:
 
     def _run(self) -> None:
         try:
-            self._summary = self._saving.write()
+            self._result.set_result(self._saving.write())
         except BaseException as error:
-            self._error = _unheard[self] = error
+            _unheard[self] = error
+            self._result.set_exception(error)
 
     @property
     def path(self) -> Path:
@@ -90,10 +91,7 @@ class Pending:
         """Wait until the checkpoint is published. Raises: as ``save``."""
         self._thread.join()
         _unheard.pop(self, None)
-        if self._error is not None:
-            raise self._error
-        assert self._summary is not None
-        return self._summary
+        return self._result.result()
 
 
 def _take_unheard() -> str | None:

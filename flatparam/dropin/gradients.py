@@ -316,14 +316,8 @@ def use_sharded_grad_views(handle: Handle) -> None:
 @torch.no_grad()
 def _use_sharded_grad_views_by_ops(handle: Handle, grad: Tensor) -> None:
     flat_param = handle.flat_param
-    for param, piece, is_none, shape, stride in zip(
-        flat_param._params,
-        flat_param._shard_param_infos,
-        flat_param._is_grad_none_mask,
-        flat_param._shapes,
-        flat_param._strides,
-        strict=True,
-    ):
+    of_each = flat_param._params, flat_param._shard_param_infos, flat_param._is_grad_none_mask
+    for param, piece, is_none, shape, stride in zip(*of_each, flat_param._shapes, flat_param._strides, strict=True):
         if not piece.in_shard or is_none or not param.requires_grad:
             param.grad = None
             continue

@@ -11,7 +11,9 @@ zeroes the elements of another one.
 The rule for edited gradients is the table in csrc/tensor/fp_gradients.h, as in the runtime; `_C.mark_zeros` and
 `_C.is_zeroed` tell zeroing from other changes. The rest cannot be shared with the runtime. torch's runtime and users
 read and set ``flat_param.grad`` and ``_saved_grad_shard``, each one tensor for the whole unit, where our runtime has a
-state for each parameter; and users replace ``_writeback_tensor``.
+state for each parameter; and users replace ``_writeback_tensor``. Speed is no reason either: with 400 parameters in one
+unit on two CPU processes all of this takes 0.2 % of a step, and 1 to 4 % of one with a backward in ``no_sync()``. C
+looks for the changed parameters (`scan`), which every forward does.
 """
 
 import warnings

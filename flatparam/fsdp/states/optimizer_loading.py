@@ -59,7 +59,10 @@ def cut(
     state = by_first_name(table, full.get("state", {}))
     classified = classify(table, state)
     plan = {one: found for one in stepped if (found := shared_state(one.params, classified)) is not None}
-    _warn_of_missing(table, groups, plan)
+    for group in groups:
+        why = told_of_missing((one, one in plan) for one in group if one in plan or one.tensor.requires_grad)
+        if why is not None:
+            warn_user(f"the optimizer's state {why}", table.compared)
     result: dict[str, Any] = {"state": {}}
     if "param_groups" in full:
         result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
@@ -86,25 +89,14 @@ def cut(
     return result
 
 
-def _warn_of_missing(table: Table, groups: list[list[SteppedParam]], plan: Mapping[SteppedParam, Any]) -> None:
-    for group in groups:
-        why = told_of_missing(
-            ([param.name for param in one.params], one in plan)
-            for one in group
-            if one in plan or one.tensor.requires_grad
-        )
-        if why is not None:
-            warn_user(f"the optimizer's state {why}", table.compared)
-
-
-def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
+def told_of_missing(group: Iterable[tuple[SteppedParam, bool]]) -> str | None:
     """Return a warning about a group in which some parameters have state and others have none; None: no warning.
 
-    ``group``: for each tensor that the optimizer steps, ``(FQNs of its parameters, whether the state has it)``.
+    ``group``: the tensors that the optimizer steps, each with whether there is state for it.
     """
     group = list(group)
-    lacking = [f"`{name}`" for names, has in group if not has for name in names]
-    having = next((names[0] for names, has in group if has), None)
+    lacking = [f"`{param.name}`" for one, has in group if not has for param in one.params]
+    having = next((one.name for one, has in group if has), None)
     if having is None or not lacking:
         return None
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
