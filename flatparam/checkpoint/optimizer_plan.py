@@ -18,7 +18,7 @@ from ..fsdp.errors import StateError
 from ..fsdp.sharding.parameters import in_order
 from ..fsdp.sharding.pytrees import find_tensors
 from ..fsdp.states.optimizer_classes import lacks_state, why_not
-from ..fsdp.states.optimizer_loading import shared_state, told_of_missing
+from ..fsdp.states.optimizer_mapping import shared_state, told_of_missing
 from ..fsdp.states.table import SteppedParam
 from ..fsdp.states.values import Like, same
 from ..fsdp.unit.local_params import LocalParam

@@ -17,7 +17,7 @@ from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.sharding.parameters import in_order
 from ..fsdp.states.optimizer_classes import class_of
 from ..fsdp.states.table import SteppedParam, stepped_of
-from ..fsdp.states.values import keys_of_one_shape, shapes_of
+from ..fsdp.states.values import keys_of_one_shape
 from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .pieces import InHandle
@@ -90,8 +90,8 @@ class Named:
                         f"parameter `{mine.name}` is in two optimizers, `{before.label}` and `{group.label}`: a "
                         "checkpoint takes a parameter in one optimizer only"
                     )
-        states = ((tuple(one.tensor.shape), shapes_of(self.state_of(one.tensor))) for one in self.all_stepped())
-        self.unlike = keys_of_one_shape(states)
+        stepped = (one.tensor for one in self.all_stepped())
+        self.unlike = keys_of_one_shape((tuple(tensor.shape), self.state_of(tensor)) for tensor in stepped)
 
     def all_stepped(self) -> list[SteppedParam]:
         """Return the tensors of all groups, and parameters that no optimizer steps: they may have gradients too."""

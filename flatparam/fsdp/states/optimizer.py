@@ -1,8 +1,7 @@
 """The wrapper's functions for optimizer states, with the names and arguments of torch 1.12 and torch 2.
 
-Policy only: arguments, forms, and who communicates. `optimizer_saving.py` makes a state, `optimizer_loading.py` cuts
-one, and brings the elements of a state that rank 0 alone has; `rows.py` brings those of a state in rows. Nothing here
-changes a model.
+Policy only: arguments, forms, and who communicates. `optimizer_mapping.py` makes a state, and cuts one; `rows.py`
+brings the elements of a state in rows. Nothing here changes a model.
 
 A state is a dict with ``"state"`` (FQN of the unwrapped model -> key -> value) and ``"param_groups"``. A tensor
 with one element for each element of the parameter has the parameter's shape. Other values, as a step count, are as
@@ -28,8 +27,7 @@ from ..errors import StateError
 from ..unit.local_params import LocalParam, UnitParam
 from ..unit.unit import units_of
 from .optimizer_classes import class_of, why_not
-from .optimizer_loading import cut, from_first
-from .optimizer_saving import Sink, unsharded_state
+from .optimizer_mapping import Sink, cut, from_first, unsharded_state
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .table import Table, settings_of
 from .values import copy_of, shape_of

@@ -39,7 +39,7 @@ from ..sharding.parameters import row_numel
 from ..unit.local_params import LocalParam, UnitParam
 from ..unit.unit import Unit
 from .loading import Values, agree_on_loading
-from .optimizer_loading import Fetch, by_first_name
+from .optimizer_mapping import Fetch, by_first_name
 from .table import Table
 from .values import Like, copy_of, dtype_of, shape_of
 

@@ -3,7 +3,7 @@
 A ``Like`` has one element for each element of the parameter, and is cut and gathered with it. Other values are copied.
 torch does not tell the two apart, so ``classify`` compares shapes over all parameters. A key is no ``Like`` if its
 tensors have one shape for all parameters, or if their last or second last dimension is always 1 (Adafactor).
-This knows no ranks. `optimizer_saving.py`, `optimizer_loading.py` and checkpoints call it.
+This knows no ranks. `optimizer_mapping.py` and checkpoints call it.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def shapes_of(values: Mapping[str, Any]) -> dict[str, Shape | None]:
     return {key: shape_of(value) for key, value in values.items()}
 
 
-def keys_of_one_shape(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> set[str]:
+def keys_of_one_shape(states: Iterable[tuple[Shape, Mapping[str, Any]]]) -> set[str]:
     """Return the keys whose tensors have one shape for parameters of different shapes.
 
     Such tensors are no ``Like``, even where a parameter happens to have that shape.
-    ``states``: for each parameter its shape, and ``shapes_of`` its state.
+    ``states``: for each parameter its shape and its state.
     """
-    return _of_one_shape(_by_key(states))
+    return _of_one_shape(_by_key((whole, shapes_of(values)) for whole, values in states))
 
 
 def _by_key(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> dict[str, set[tuple[Shape, Shape]]]:
