@@ -28,8 +28,6 @@ from torch import Tensor
 
 from ..common.tensors import row_major
 from ..fsdp.states.safetensors_files import (
-    FILE_NAME,
-    INDEX_NAME,
     Entry,
     FileError,
     Files,
@@ -39,6 +37,7 @@ from ..fsdp.states.safetensors_files import (
     open_entries,
     open_file,
     sample_of,
+    usual_file,
 )
 from .boxes import Read, lies_in
 from .errors import CheckpointError
@@ -65,7 +64,7 @@ def open_foreign(path: Path, trusted: bool) -> Source:
             )
         return Pickled(path)
     files = sorted(path.glob("*.safetensors"))
-    if files and not any((path / name).exists() for name in (INDEX_NAME, FILE_NAME)):
+    if files and usual_file(path) is None:
         return Boxes(path, files)
     if not files:
         raise CheckpointError(f"{path}: is no checkpoint: it has no checkpoint.json, and no safetensors files")

@@ -130,7 +130,6 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
             raise CheckpointError(
                 f"`{held.name}`: its handle has gradients of micro-batches that are not reduced: save after the step"
             )
-    for held in plan.held:
         if not held.has_values:
             raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
     given = given_by(module, plan.held)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .files import NAMES
 
 _COUNTER, _DICT, _DTYPE, _FLOAT = "$counter", "$dict", "$dtype", "$float"
 _INT, _TENSOR, _TUPLE = "$int", "$tensor", "$tuple"
@@ -57,8 +56,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (Tensor, torch.nn.Parameter):
         if value.layout != torch.strided:
             raise CheckpointError(f"`{path}` is a tensor of layout {value.layout}: give it dense, or its parts")
-        if value.dtype not in NAMES:
-            raise CheckpointError(f"`{path}` is of {value.dtype}, which no safetensors file has")
         name = path
         while name in tensors:
             name += "'"

@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import pytest
 import torch
 from torch import nn
 
@@ -81,3 +82,18 @@ def test_state_of_optimizers_of_any_kind(tmp_path):
     assert all(torch.equal(found[key], wanted[key]) for key in ("momentum_buffer", "row", "scale"))
     assert (found["note"], found["none"]) == (("a", 1, None), None)
     assert (second.param_groups[0]["lr"], second.param_groups[0]["momentum"]) == (1.0, 0.9)
+
+
+@pytest.mark.parametrize("place", ["extra", "group", "state"])
+def test_a_value_whose_dtype_no_file_has_is_named(tmp_path, place):
+    module, wide = nn.Linear(2, 2), torch.ones(1, dtype=torch.complex128)
+    optimizer = torch.optim.SGD(module.parameters())
+    if place == "group":
+        optimizer.param_groups[0]["wide"] = wide
+    if place == "state":
+        optimizer.state[module.weight]["wide"] = [wide]
+    name = {"extra": "extra.wide", "group": "param_groups[0].wide", "state": "state.weight.wide[0]"}[place]
+    with pytest.raises(flatparam.checkpoint.CheckpointError) as told:
+        flatparam.checkpoint.save(tmp_path / "one", module, optimizer, {"wide": wide} if place == "extra" else None)
+    assert f"`{name}` is of torch.complex128" in str(told.value)
+    assert not list(tmp_path.iterdir())

@@ -180,16 +180,21 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
+def usual_file(folder: Path) -> Path | None:
+    """Return the index, or else the file, that ``folder`` has under its usual name; None: it has neither."""
+    return next((folder / name for name in (INDEX_NAME, FILE_NAME) if (folder / name).exists()), None)
+
+
 def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
     """Return ``(files, name -> file)``; None for the second if there is no index."""
     if not isinstance(where, str | os.PathLike):
         return [Path(path) for path in where], None
     path = Path(where)
     if path.is_dir():
-        inside = [path / name for name in (INDEX_NAME, FILE_NAME) if (path / name).exists()]
-        if not inside:
+        usual = usual_file(path)
+        if usual is None:
             raise FileError(f"{path}: has neither {INDEX_NAME} nor {FILE_NAME}; name the files")
-        path = inside[0]
+        path = usual
     if path.suffix != ".json":
         return [path], None
     about = os.stat(path)
