@@ -434,24 +434,38 @@ if PROBLEM is not None:
 BUILDS = set(sys.argv[1:]) & NEEDS_TORCH
 
 
+URL = os.environ.get("FLATPARAM_URL", "").rstrip("/")  # where the publisher has the project: the sources name no host
+TAG = f"v{runpy.run_path('flatparam/_version.py')['__version__']}"
+
+
 def addresses() -> dict[str, str]:
-    """Where the project lives, as its publisher says in FLATPARAM_URL: the sources name no host."""
-    url = os.environ.get("FLATPARAM_URL", "").rstrip("/")
-    if not url:
+    """Return the project's addresses for the metadata; empty without FLATPARAM_URL."""
+    if not URL:
         return {}
-    at = f"{url}/blob/v{runpy.run_path('flatparam/_version.py')['__version__']}"
+    at = f"{URL}/blob/{TAG}"
     return {
-        "Source": url,
-        "Issues": f"{url}/issues",
+        "Source": URL,
+        "Issues": f"{URL}/issues",
         "Changelog": f"{at}/CHANGELOG.md",
         "Documentation": f"{at}/docs/runtime.md",
     }
+
+
+def description() -> str:
+    """Return README.md. With FLATPARAM_URL its links and pictures are absolute: a package index has no other files."""
+    text = Path("README.md").read_text()
+    if not URL:
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\g<1>{URL}/raw/{TAG}/", text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{URL}/blob/{TAG}/", text)
 
 
 setup(
     install_requires=[CHECKS["torch_requirement"](torch_version() if BUILDS else None)],
     license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
     project_urls=addresses(),
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("flatparam._C", sources=sources())],
     cmdclass={"build_ext": BuildExtension, "cuda_check": CudaCheck},
 )

@@ -43,7 +43,14 @@ def test_the_metadata_have_the_addresses_that_the_publisher_gives(url, tmp_path)
     [metadata] = tmp_path.glob("*/PKG-INFO")
     said = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", metadata.read_text(), re.MULTILINE))
     assert set(said) == ({"Source", "Issues", "Changelog", "Documentation"} if url else set())
+    _, _, description = metadata.read_text().partition("\n\n")
+    for mark, address in re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", description):
+        said[f"in the description: {address}"] = address
+        assert url == "" or f"/{'raw' if mark else 'blob'}/v{flatparam.__version__}/" in address
+    assert len(said) > 20
     for address in said.values():
-        assert re.fullmatch(r"https://example\.org/flatparam(/issues|/blob/v[\d.]+/(\S+\.md))?", address)
-        if address.endswith(".md"):
-            assert (ROOT / address.partition("/blob/")[2].partition("/")[2]).is_file()
+        path = address
+        if url:
+            assert re.fullmatch(r"https://example\.org/flatparam(/issues|/(blob|raw)/v[\d.]+/(\S+))?", address)
+            path = address.partition(f"/v{flatparam.__version__}/")[2]
+        assert (ROOT / path.partition("#")[0]).exists()
