@@ -1,7 +1,5 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
-#   make demo | test | test-all | equality | integrations | bench | docs | coverage | lint | asan | check-build | cuda-check | test-gpu | bench-gpu | cuda-sanitize | instructions | upstream | format | build | venv | clean
-# PYTHON=python3    use this interpreter as it is if it has torch 2.11 to 2.15; else .venv is made from it
-# ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
+# `make help` prints the table of targets in CONTRIBUTING.md.
 
 STARTER := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 ENVIRONMENT = py=$$($(STARTER) tools/environment.py $(1)) &&
@@ -16,7 +14,8 @@ C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu
 .PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 
 help:
-	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+	@sed -n '/^| `[mPA]/{s/\[\([^]]*\)\]([^)]*)/\1/g;s/`//g;s/^| //;s/ |$$//;s/ | /|/;p;}' CONTRIBUTING.md | \
+		awk -F '|' '{printf "%-40s %s\n", $$1, $$2}'
 
 venv:
 	@$(call ENVIRONMENT,build demo test lint) echo "flatparam: environment ready: $$py"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FlatLayout", "FlatParamHandle", "ShardError", "install", "is_installed", "reset_state", "uninstall"]
 __all__ += ["FullyShardedDataParallel", "MemoryPlan", "Placement", "ShardingStrategy", "defer_init", "load_safetensors"]
-__all__ += ["DeviceError", "OrderError", "StateError"]
+__all__ += ["CheckpointError", "DeviceError", "FileError", "OrderError"]
+__all__ += ["StateError", "StoreGoneError", "WritebackError"]
 __all__ += ["FlatParamShardMetadata", "FlatParameter", "ParamInfo", "SharedParamInfo"]
 __all__ += ["HandleShardingStrategy", "HandleTrainingState", "TrainingState", "TrainingState_"]
 __all__ += ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardedGradScaler"]

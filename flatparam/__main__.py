@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from flatparam._version import __version__
+from flatparam.common.parsing import suggestion
 
 COMMANDS = {
     "advise": (
@@ -42,7 +43,11 @@ def main(arguments: list[str]) -> int:
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         got = repr(arguments[0]) if arguments else "nothing"
-        print(f"flatparam: expected a command ({', '.join(COMMANDS)}), got {got}; try --help", file=sys.stderr)
+        end = (suggestion(arguments[0], COMMANDS) if arguments else "") or "; try --help"
+        print(
+            f"flatparam: expected a command ({', '.join(COMMANDS)}), got {got}{end}",
+            file=sys.stderr,
+        )
         return 2
     module, _ = COMMANDS[arguments[0]]
     status: int = importlib.import_module(module).main(arguments[1:])

@@ -11,7 +11,6 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
-from ._C import ShardError
 from .checkpoint.safetensors import load_safetensors
 from .common.layout import FlatLayout
 from .common.torch_private import (

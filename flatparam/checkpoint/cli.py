@@ -9,8 +9,9 @@ from typing import Any
 
 from ..common.parsing import Parser
 from ..common.tables import aligned, human, many, merged, one_name_of, without_numbers
+from ..fsdp.errors import FileError
 from ..fsdp.names import printable
-from ..fsdp.states.safetensors_files import DTYPES, FileError
+from ..fsdp.states.safetensors_files import DTYPES
 from .errors import CheckpointError
 from .exporting import TIED, export, opened, tensors_of, verify
 from .files import Chunk

@@ -1,17 +1,13 @@
-"""The error of saves and loads, and a block that adds the checkpoint's path to it."""
+"""A block that adds the checkpoint's path to a CheckpointError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..fsdp.errors import CheckpointError
 from ..fsdp.names import printable
 
-
-class CheckpointError(RuntimeError):
-    """A save or a load has failed. The message names the rank, the file and the tensor."""
-
-    def __init__(self, message: str):
-        super().__init__(printable(message))
+__all__ = ["CheckpointError", "naming_checkpoint"]
 
 
 @contextmanager

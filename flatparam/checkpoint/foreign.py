@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ..common.tensors import row_major
+from ..fsdp.errors import FileError
 from ..fsdp.states.safetensors_files import (
     Entry,
-    FileError,
     Files,
     is_shape,
     is_size,

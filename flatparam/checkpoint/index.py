@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..fsdp.states.safetensors_files import DTYPES, MOST_HEADER_BYTES, FileError, json_object, open_file
+from ..fsdp.errors import FileError
+from ..fsdp.states.safetensors_files import DTYPES, MOST_HEADER_BYTES, json_object, open_file
 from .boxes import lies_in
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk, naming, sync_folder

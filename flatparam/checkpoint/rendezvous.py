@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import come_back
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
-from ..fsdp.errors import StateError, StoreGoneError
-from ..fsdp.states.safetensors_files import FileError
+from ..fsdp.errors import FileError, StateError, StoreGoneError
 from .errors import CheckpointError
 
 # world -> ranks -> rendezvous so far. Groups of the same ranks share names in the store, so they share a count.

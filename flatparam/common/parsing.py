@@ -1,8 +1,9 @@
 """The argument parser of ``python -m flatparam COMMAND`` and the wording of its errors."""
 
 import argparse
+import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 Action = Callable[[argparse.Namespace], tuple[str, int]]  # options -> (text to print, exit status)
@@ -22,6 +23,15 @@ def in_a_command(error: BaseException) -> str:
     for argument, option in _WORDS:
         message = message.replace(argument, option)
     return message
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return the question, for the end of a message, whether the user meant the one of ``names`` that is like ``name``.
+
+    Empty if none is.
+    """
+    close = difflib.get_close_matches(name, [*names], 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -1,8 +1,14 @@
-"""The enums and settings that users import. ShardingStrategy and TrainingState_ are ours; the others are torch's."""
+"""The enums and settings that users import, and the types of arguments.
 
+ShardingStrategy and TrainingState_ are ours; the other enums and settings are torch's.
+"""
+
+from collections.abc import Callable, Collection
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -19,9 +25,10 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.fsdp import ShardingStrategy as TorchsShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from ..common.torch_private import HandleTrainingState, TrainingState
+from ..common.torch_private import HandleTrainingState, TrainingState, _Policy
 
 __all__ = ["HandleTrainingState", "ShardedGradScaler", "ShardingStrategy", "TrainingState", "TrainingState_"]
 __all__ += ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "StateDictConfig", "StateDictSettings", "StateDictType"]
@@ -71,6 +78,13 @@ class ShardingStrategy(EqualByName):
             return cls[value]
         names = ", ".join(name for name in cls.__members__ if not name.startswith("_"))
         raise TypeError(f"expected a ShardingStrategy, got {value!r}: pass one of {names}")
+
+
+Strategy: TypeAlias = ShardingStrategy | TorchsShardingStrategy | str
+# One group; for hybrid strategies (inner, outer); for LayerZero (inner, all ranks) or (inner, all ranks, outer)
+ProcessGroups: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, ...]
+# One of torch's policies; a callable(module, recurse, nonwrapped_numel); classes of modules
+WrapPolicy: TypeAlias = _Policy | Callable[..., bool] | Collection[type[nn.Module]]
 
 
 class TrainingState_(Enum):

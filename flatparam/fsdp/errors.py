@@ -1,9 +1,27 @@
-"""The exceptions of the runtime. DeviceError is in ``sharding/pytrees.py``; ShardError comes from ``_C``."""
+"""Every exception that flatparam defines. ``flatparam`` exports them all.
+
+| exception | is a | raised when |
+|---|---|---|
+| ``StateError`` | RuntimeError, AssertionError, ValueError | the state of a unit does not allow a call |
+| ``ShardError`` | ValueError | a size, rank or range of elements is out of range |
+| ``DeviceError`` | ValueError, RuntimeError | a tensor is on the wrong device |
+| ``OrderError`` | RuntimeError | ranks issue different collectives, or one has ended |
+| ``StoreGoneError`` | OrderError | the store of the process group is gone |
+| ``WritebackError`` | ValueError, NotImplementedError | ``summon_full_params(writeback=True, rank0_only=True)`` |
+| ``CheckpointError`` | RuntimeError | a save or load of a checkpoint has failed |
+| ``FileError`` | ValueError | a file is not in the safetensors format |
+"""
 
 from .. import _C
+from .names import printable
 
 # A call that this state of a unit does not allow. It derives from each type that torch raises in such cases
 StateError = _C.StateError
+ShardError = _C.ShardError
+
+
+class DeviceError(ValueError, RuntimeError):
+    """A tensor is on the wrong device. torch raised ValueError or RuntimeError for it, depending on the version."""
 
 
 class OrderError(RuntimeError):
@@ -12,6 +30,20 @@ class OrderError(RuntimeError):
 
 class StoreGoneError(OrderError):
     """The store of the process group, through which ranks exchange messages, cannot be reached any more."""
+
+
+class CheckpointError(RuntimeError):
+    """A save or a load has failed. The message names the rank, the file and the tensor."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
+
+class FileError(ValueError):
+    """A file is not in the safetensors format, or not a file. The message names it."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class WritebackError(ValueError, NotImplementedError):

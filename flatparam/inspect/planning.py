@@ -6,6 +6,8 @@
 import dataclasses
 import functools
 import importlib
+import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.parameter import is_lazy
 
 from flatparam._C import ShardError
+from flatparam.common.parsing import suggestion
 from flatparam.fsdp.api import ShardingStrategy
 from flatparam.fsdp.names import join
 from flatparam.fsdp.sharding.parameters import (
@@ -42,6 +45,17 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def _meant(where: str, error: BaseException) -> str:
+    """Return a suggestion for the part of the module path ``where`` that ``error`` has not found."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{where}.".startswith(f"{missing}."):
+        return ""  # a module that the user's module imports
+    package, _, _ = missing.rpartition(".")
+    folders = vars(sys.modules[package]).get("__path__", []) if package else None
+    prefix = f"{package}." if package else ""
+    return suggestion(missing, (found.name for found in pkgutil.iter_modules(folders, prefix)))
+
+
 def load(spec: str) -> nn.Module:
     """Call ``package.module:factory`` under the meta device. Raises: BadInput."""
     where, colon, path = spec.partition(":")
@@ -50,12 +64,12 @@ def load(spec: str) -> nn.Module:
     try:
         factory: object = importlib.import_module(where)
     except (Exception, SystemExit) as error:
-        raise BadInput(f"cannot import {where}: {one_line(error)}") from error
+        raise BadInput(f"cannot import {where}: {one_line(error)}{_meant(where, error)}") from error
     for name in path.split("."):
         try:
             factory = getattr(factory, name)
         except AttributeError as error:
-            raise BadInput(f"{where} has no `{path}`") from error
+            raise BadInput(f"{where} has no `{path}`{suggestion(name, dir(factory))}") from error
     if isinstance(factory, nn.Module) or not callable(factory):
         raise BadInput(f"expected {spec} to be a function that makes a module, it is a {type(factory).__name__}")
     try:
@@ -266,7 +280,8 @@ def _policy(module: nn.Module, settings: Settings) -> Any:
         named = {cls for cls in classes if name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
         if not named:
             there = ", ".join(sorted({cls.__name__ for cls in classes}))
-            raise BadInput(f"no module of class {name} in it; there are {there}")
+            meant = suggestion(name, (cls.__name__ for cls in classes))
+            raise BadInput(f"no module of class {name} in it; there are {there}{meant}")
         chosen |= named
     return ModuleWrapPolicy(chosen)
 

@@ -14,10 +14,9 @@ from gloo import fake_world
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
+from flatparam import FileError, checkpoint, load_safetensors
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import checkpoint, load_safetensors
 from flatparam.checkpoint import CheckpointError
-from flatparam.fsdp.states.safetensors_files import FileError
 
 NEWER = [
     getattr(torch, name)

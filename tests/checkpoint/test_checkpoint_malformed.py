@@ -31,9 +31,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from flatparam import checkpoint, load_safetensors
+from flatparam import FileError, checkpoint, load_safetensors
 from flatparam.checkpoint import CheckpointError, cli
-from flatparam.fsdp.states.safetensors_files import FileError
 
 MUTATIONS = 25  # of each case
 MOST_MEMORY = 2**31

@@ -34,6 +34,7 @@ Keys in the store, below the group's generation; ``N`` is the number of a collec
 import contextlib
 import functools
 import json
+import logging
 import math
 import re
 import sys
@@ -55,6 +56,7 @@ from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference, is_lear
 from .stores import Store
 from .unit_ids import UnitIds, ids_of
 
+_LOG = logging.getLogger("flatparam")
 _SELDOM = 1.0  # seconds between two looks into the store, at most; looks become rarer in a long wait
 _WATCHING = 0.5  # seconds between two looks of the thread in C
 _LAST_MOMENT = 3.0  # seconds by which a wait ends before the group's time-out, whose error names no rank
@@ -259,6 +261,7 @@ class GroupTrace:
         """
         self.raise_if_closed()
         mine = self._post(event, new_pass, self.core.passes)
+        _LOG.debug("collective %d of group %s: %s", index, self._name, mine)
         if is_learning(mine):  # in the two steps after it the prediction is still that it comes
             self._told = mine.step + 2
         try:

@@ -30,11 +30,11 @@ from ...common.tensors import (
     why_not_dense,
 )
 from ...common.torch_private import FSDPExtensions
+from ..errors import DeviceError
 from ..names import clean_tensor_name, join
 from .deferred import template_of
 from .extensions import Form, Kept, check_mesh, flattened, is_kept, plain_memory, stripped
 from .placement import Placement
-from .pytrees import DeviceError
 
 Atomic = Literal["row"] | Callable[[nn.Parameter], int] | None
 

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.torch_private import _pytree as pytree
-
-
-class DeviceError(ValueError, RuntimeError):
-    """A tensor is on the wrong device. torch raised ValueError or RuntimeError for it, depending on the version."""
-
+from ..errors import DeviceError
 
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _HOLDERS = (dict, UserDict, list, tuple, set, frozenset)

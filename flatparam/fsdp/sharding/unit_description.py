@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ... import _C
 from ...common.described import Described
 from ...common.tensors import in_storage_order
+from ..errors import DeviceError
 from .parameters import Options, ParamInfo
-from .pytrees import DeviceError
 
 
 def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> Described:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...common.tensors import row_major, span_of
-from ..names import printable
+from ..errors import FileError
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -45,13 +45,6 @@ _NEWER = {
     PACKED: "float4_e2m1fn_x2",
 }
 DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasattr(torch, dtype)}
-
-
-class FileError(ValueError):
-    """A file is not in the safetensors format, or not a file. The message names it."""
-
-    def __init__(self, message: str):
-        super().__init__(printable(message))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

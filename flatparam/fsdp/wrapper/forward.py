@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,6 +43,7 @@ from ..unit.unit import Unit, units_of
 from .materialize import put_buffer
 from .stored import choose_dtype
 
+_LOG = logging.getLogger("flatparam")
 PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
 
@@ -231,6 +233,9 @@ def lazy_init(wrapper: Wrapper) -> None:
         each._moves_to = each.compute_device if each is root and has_any else None
     _check_collectives(shared, [(each._unit, each.compute_device) for each in wrappers])
     _cast_buffers(root, wrappers)
+    if _LOG.isEnabledFor(logging.DEBUG):
+        for each in wrappers:
+            _LOG.debug("%s: %s", each._unit.name, each.extra_repr())
 
 
 @torch.inference_mode(False)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictType
 
 from ...common.switches import environment_is_on, fakes
 from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
 from ...common.warned import one_of_each, warn_user
-from ..api import ShardingStrategy
+from ..api import ProcessGroups, ShardingStrategy, Strategy, WrapPolicy
 from ..desync.checked_collectives import check_exchanges
 from ..desync.same_unit import Agreed, check_same_unit, telling
 from ..desync.unit_ids import assign
@@ -80,22 +81,54 @@ class _Class(type):
 
 
 class FullyShardedDataParallel(TorchNames, metaclass=_Class):
-    """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
+    """Shard the parameters, gradients and optimizer state of ``module`` over ranks, and train it as before.
 
-    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13). ``sharding_strategy`` may be a name too,
-        and ``auto_wrap_policy`` a set of classes. Besides:
-        ``placement``: the groups to shard over (:class:`Placement`), instead of strategy and process group;
-        ``segments``: a unit may have several flat parameters, one for each dtype, and frozen parameters apart: these
-        have no gradient memory and are not reduced;
-        ``shard_alignment``: bytes, a power of two: parameters and shards start at its multiples (None: 16 on CUDA, else
-        torch's layout);
-        ``atomic``: blocks that lie on one rank: ``"row"``, the elements with one index of dimension 0, or
-        a callable(param) that returns the number of elements of a block;
-        ``offload_grads``: for LAYER_ZERO and LAYER_ZERO_NESTED: accumulated gradients lie in host memory;
-        ``check_values``: compare digests of the initial values over the ranks.
+    Each wrapped module is a unit. A forward or backward gathers the parameters of one unit from all ranks, computes,
+    and frees them; backward reduces gradients to shards. The API is that of torch's class of this name. Example::
 
-    ``limit_all_gathers`` has no effect: memory is freed in the order of the program, so there is nothing to limit.
-    On an accelerator forward gathers one unit ahead from the second forward on, whatever ``forward_prefetch`` is.
+        model = FullyShardedDataParallel(
+            Transformer(),
+            auto_wrap_policy={Block},  # each Block is a unit, the rest another
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            sync_module_states=True,  # all ranks start from the weights of rank 0
+        )
+        optimizer = torch.optim.AdamW(model.parameters())  # after wrapping
+        model(batch).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    Args:
+        module: the module to wrap. It is changed in place.
+        process_group: the ranks to shard over (None: all). Hybrid strategies take (inner, outer), LayerZero (inner,
+            all ranks) or (inner, all ranks, outer).
+        sharding_strategy: a :class:`ShardingStrategy`, torch's, or a name (None: FULL_SHARD).
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards and gradients in host memory.
+        auto_wrap_policy: the inner modules that become units: a set of classes, a policy of torch's, or a callable.
+            None: ``module`` is one unit.
+        backward_prefetch: when backward gathers the next unit: before this unit's computing (BACKWARD_PRE), after it
+            (BACKWARD_POST), or when that unit begins (None).
+        mixed_precision: the dtypes of computing, reducing and buffers. Shards keep their dtype.
+        ignored_modules: modules whose parameters stay as they are. ``ignored_states`` replaces it.
+        param_init_fn: gives memory and values to a module on the meta device.
+        device_id: the device to move the module to and to compute on (None: where it is).
+        sync_module_states: send the values of rank 0 to the other ranks before sharding.
+        forward_prefetch: forward gathers one unit ahead; on an accelerator it does so from the second forward anyway.
+        limit_all_gathers: no effect: memory is freed in the order of the program.
+        use_orig_params: ``parameters()`` shows the parameters of the module, each with its part of the shard; else
+            one flat parameter a unit.
+        ignored_states: modules or parameters that stay as they are.
+        device_mesh: a mesh in the place of ``process_group``; with two dimensions for hybrid strategies and LayerZero.
+        placement: the groups for parameters, gradients and optimizer state (:class:`Placement`), in the place of
+            strategy and process group.
+        segments: a unit has a flat parameter for each dtype, and for frozen parameters others, which have no gradient
+            memory and are not reduced.
+        shard_alignment: parameters and shards start at multiples of so many bytes, a power of two (None: 16 on CUDA,
+            else torch's layout).
+        atomic: which elements stay on one rank: ``"row"``, the elements with one index of dimension 0, or a
+            callable(param) that returns the number of elements of a block.
+        offload_grads: for LAYER_ZERO and LAYER_ZERO_NESTED: accumulated gradients lie in host memory.
+        check_values: compare digests of the initial values over the ranks.
+
     Building a wrapper is a collective call of the ranks in its groups.
     Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or are not
     supported, and if ranks differ or another rank has raised.
@@ -104,10 +137,10 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: Any = None,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: Strategy | None = None,
         cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
+        auto_wrap_policy: WrapPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -118,7 +151,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         limit_all_gathers: bool = True,
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         *,
         placement: Placement | None = None,
         segments: bool = False,
@@ -127,6 +160,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         offload_grads: bool = False,
         check_values: bool = True,
     ):
+        """Wrap ``module``. The arguments are described above."""
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
         super().__init__()
         copying.watch_torch(self)

@@ -18,10 +18,10 @@ from ...common.torch_private import FSDPExtensions
 from ...common.warned import warn_user
 from ..desync import checked_collectives
 from ..desync.events import SetupCollective
+from ..errors import DeviceError
 from ..sharding.deferred import template_of
 from ..sharding.extensions import is_over_plain_memory, local_state
 from ..sharding.placement import Placement
-from ..sharding.pytrees import DeviceError
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 

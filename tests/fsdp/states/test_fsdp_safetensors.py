@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
+from flatparam import FileError, ShardingStrategy, defer_init, load_safetensors
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy, defer_init, load_safetensors
-from flatparam.fsdp.states.safetensors_files import FileError, Files
+from flatparam.fsdp.states.safetensors_files import Files
 
 
 def on_meta(cls=Model, **arguments):
