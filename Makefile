@@ -11,7 +11,7 @@ CHECKED = build/checked
 CHECKS = fsdp/unit/test_fsdp_random.py fsdp/unit/test_unit_type.py
 C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h tests/c/*/*.c tests/c/*/*.h benchmarks/*.c)
 
-.PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
+.PHONY: help venv build wheel demo test test-all equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 
 help:
 	@sed -n '/^| `[mPA]/{s/\[\([^]]*\)\]([^)]*)/\1/g;s/`//g;s/^| //;s/ |$$//;s/ | /|/;p;}' CONTRIBUTING.md | \
@@ -22,6 +22,9 @@ venv:
 
 build:
 	@$(call ENVIRONMENT,build) $(BUILD) true
+
+wheel:
+	@$(call ENVIRONMENT,build wheel) "$$py" tools/wheel.py $(TORCHES)
 
 demo:
 	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m examples.demo $(ARGS)

@@ -3,6 +3,8 @@
 A compiler needs 25 s for torch's headers whatever it compiles with them, so the C++ files are compiled as two: the
 first of each half includes the others. That takes 80 s of processor time, not 400. Names in them are therefore unique.
 
+C files include no header of torch: their objects, and nvcc's, serve every torch.
+
 torch's BuildExtension compiles C as C++ and gives one set of flags to all sources, so this file has a build_ext of its
 own. Its options beside the usual ones:
     --strict     warnings are errors (what `make build` uses; an installation never does)
@@ -10,10 +12,11 @@ own. Its options beside the usual ones:
     --checks     assertions of the runtime's invariants (what `make check-build` uses)
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; FLATPARAM_URL, the project's address, for a release's metadata.
 Where torch is built for CUDA, also CUDA_HOME, CUDA_PATH, TORCH_CUDA_ARCH_LIST; FLATPARAM_CUDA=0: no kernels.
+FLATPARAM_TORCHES, the folders of several torches, joined by colons (what `make wheel` uses): an extension for each,
+without symbols, in flatparam/_extensions, a second one with kernels where there can be, the sources in _sources.
 Objects are kept under build_temp, a folder for each set of options.
 """
 
-import json
 import os
 import re
 import runpy
@@ -25,6 +28,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import setuptools
 from setuptools import Command, Extension, setup
@@ -32,13 +36,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError, PlatformError
 
 CHECKS = runpy.run_path("flatparam/_build_check.py")
+HERE = runpy.run_path("flatparam/_build_here.py")
+find_compiler, find_nvcc, nvcc_release = HERE["find_compiler"], HERE["find_nvcc"], HERE["nvcc_release"]
 
 # The commands that need torch; pip runs dist_info before it downloads what flatparam depends on. Not sdist, egg_info.
 WHEEL = {"bdist_wheel", "dist_info", "editable_wheel"}
 NEEDS_TORCH = {"build", "build_ext", "develop", "install", *WHEEL}
 
 C_FLAGS = ["-std=c11", "-O3"]
-CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility-inlines-hidden"]
+# All torches that work have the new ABI of std::string; some compilers of Red Hat choose the old one.
+CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility-inlines-hidden", "-D_GLIBCXX_USE_CXX11_ABI=1"]
 # Behind CFLAGS: results equal torch's bit for bit, so no fused multiply-add and no relaxed arithmetic.
 FLAGS = ["-fPIC", "-pthread", "-g1", "-fvisibility=hidden", "-DNDEBUG", "-Icsrc", "-ffp-contract=off", "-fno-fast-math"]
 STRICT = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wconversion", "-Wshadow", "-Werror"]
@@ -53,9 +60,8 @@ NVCC_FLAGS = [
     "--threads=0",
 ]
 NVCC_STRICT = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
-CUDA_FOLDER = "/usr/local/cuda"
+CUDA_FOLDER = HERE["CUDA_FOLDER"]
 CUDA_ARCHS = ["8.0", "9.0", "10.0"]  # and the last as PTX, for what comes later
-ABI_FLAG = "-D_GLIBCXX_USE_CXX11_ABI={}"
 TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
 BUILD_INFO = '''"""Written by setup.py: what the extension was built against."""
 
@@ -77,71 +83,27 @@ def sources(testing: bool = False) -> list[str]:
     return [str(path) for pattern in folders for path in sorted(Path().glob(pattern))]
 
 
-def torch_folder() -> Path | None:
-    """Return where torch is installed without importing it (that takes seconds), or None."""
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+class Torch(NamedTuple):
+    """An installed torch: its folder, its release, and the release of CUDA that it is built for, None if for none."""
+
+    folder: Path
+    version: str
+    cuda: str | None
 
 
-def torch_version() -> str | None:
-    """Return the installed torch's version without importing it, or None."""
-    folder = torch_folder()
-    return None if folder is None else str(runpy.run_path(str(folder / "version.py"))["__version__"])
+def read_torch(folder: Path) -> Torch:
+    """Read about a torch without importing it, which takes seconds."""
+    names = runpy.run_path(str(folder / "version.py"))
+    return Torch(folder, str(names["__version__"]), names.get("cuda"))
 
 
-def torch_cuda() -> str | None:
-    """Return the release of CUDA that the installed torch is built for, None if for none."""
-    folder = torch_folder()
-    return None if folder is None else runpy.run_path(str(folder / "version.py")).get("cuda")
-
-
-def torch_settings(cache: Path) -> dict:
-    """Return how to compile against torch: version, include and library folders, C++ ABI. Kept in the file ``cache``.
-
-    torch is imported, in a process of its own, only when the file is missing or tells of another torch.
-    """
-    key = [torch_version(), str(torch_folder())]
-    if cache.is_file():
-        settings = json.loads(cache.read_text())
-        if settings["key"] == key:
-            return settings
-    code = (
-        "import json, torch, torch.utils.cpp_extension as c; print(json.dumps({'include': c.include_paths(), "
-        "'library': c.library_paths(), 'abi': int(torch.compiled_with_cxx11_abi())}))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
-    settings = {"key": key, **json.loads(printed.splitlines()[-1])}
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps(settings))
-    return settings
-
-
-def find_compiler(variable: str, names: list[str]) -> list[str]:
-    """Return the command of the compiler that the environment names, else of the first one installed."""
-    command = shlex.split(os.environ.get(variable, ""))
-    for candidate in [command] if command else [[name] for name in names]:
-        if shutil.which(candidate[0]) is not None:
-            return candidate
-    tried = command[0] if command else ", ".join(names)
-    raise PlatformError(f"flatparam needs a C11 and a C++20 compiler; not found: {tried} (set {variable} to yours)")
-
-
-def find_nvcc() -> str | None:
-    """Return the path of nvcc: in the toolkit that the environment names, else on PATH, else where CUDA is installed.
-
-    None: there is none.
-    """
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    on_path = None if named else shutil.which("nvcc")
-    return on_path or shutil.which("nvcc", path=str(Path(named or CUDA_FOLDER, "bin")))
-
-
-def nvcc_release(nvcc: str) -> str:
-    """Return the release of a toolkit, such as 13.0."""
-    found = re.search(r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True))
-    return found[1] if found is not None else "unknown"
+def torches() -> list[Torch]:
+    """Return the torches to build for: those of FLATPARAM_TORCHES, else the installed one, if there is one."""
+    folders = [Path(folder) for folder in os.environ.get("FLATPARAM_TORCHES", "").split(os.pathsep) if folder]
+    spec = None if folders else find_spec("torch")
+    if spec is not None and spec.submodule_search_locations:
+        folders = [Path(spec.submodule_search_locations[0])]
+    return [read_torch(folder) for folder in folders]
 
 
 def gencode(nvcc: str) -> list[str]:
@@ -167,9 +129,9 @@ def gencode(nvcc: str) -> list[str]:
     return options
 
 
-def cuda_library(nvcc: str) -> str | None:
+def cuda_library(nvcc: str, torch: Torch) -> str | None:
     """Return the CUDA runtime to link to, the toolkit's or torch's: by its name, under which torch has loaded one."""
-    toolkit, packages = Path(nvcc).resolve().parents[1], Path(str(torch_folder())).parent
+    toolkit, packages = Path(nvcc).resolve().parents[1], torch.folder.parent
     patterns = [(toolkit, f"{folder}/libcudart.so*") for folder in ("lib64", "lib", "targets/*/lib", "lib/*-linux-gnu")]
     for folder, pattern in [*patterns, (packages, "nvidia/*/lib/libcudart.so*")]:
         for path in sorted(folder.glob(pattern)):
@@ -177,8 +139,9 @@ def cuda_library(nvcc: str) -> str | None:
     return None
 
 
-def cuda_toolkit(wanted: str) -> tuple[str | None, str]:
-    """Return the nvcc for csrc/cuda where torch is built for CUDA ``wanted``, or None; and a line about it."""
+def cuda_toolkit(torch: Torch) -> tuple[str | None, str]:
+    """Return the nvcc for csrc/cuda beside a torch that is built for CUDA, or None; and a line about it."""
+    wanted = str(torch.cuda)
     if os.environ.get("FLATPARAM_CUDA") == "0":
         return None, "left out, as FLATPARAM_CUDA=0 asks for"
     instead = "kernels left out, torch's operations do their work"
@@ -188,14 +151,9 @@ def cuda_toolkit(wanted: str) -> tuple[str | None, str]:
     release = nvcc_release(nvcc)
     if release.partition(".")[0] != wanted.partition(".")[0]:
         return None, f"torch is built for CUDA {wanted}, {nvcc} is of {release}: {instead}"
-    if cuda_library(nvcc) is None:
+    if cuda_library(nvcc, torch) is None:
         return None, f"no libcudart.so beside {nvcc}: {instead}"
     return nvcc, f"kernels by {nvcc} {release}, {' '.join(word.rpartition('code=')[2] for word in gencode(nvcc))}"
-
-
-def compiler_version(command: list[str]) -> str:
-    """Return the line in which a compiler tells its name and version."""
-    return subprocess.check_output([*command, "--version"], text=True).partition("\n")[0]
 
 
 class Step:
@@ -238,6 +196,18 @@ class Step:
         return None
 
 
+class Build(NamedTuple):
+    """An extension to link: for ``torch``, with the kernels that ``nvcc`` compiles, None: without kernels."""
+
+    torch: Torch
+    nvcc: str | None
+
+    @property
+    def name(self) -> str:
+        """Return the folder of this extension among those for several torches."""
+        return CHECKS["extension_name"](self.torch.version, self.torch.cuda if self.nvcc is not None else None)
+
+
 class BuildExtension(build_ext):
     """The command build_ext: compile what changed, link, put the module and _build_info.py where they belong."""
 
@@ -257,82 +227,88 @@ class BuildExtension(build_ext):
 
     def run(self) -> None:
         self.set_up()
-        compiled = [self.compile_step(group) for group in self.compiled_together()]
-        self.run_all([step for step in compiled if step.is_due()])
-        module = self.folder / Path(self.get_ext_filename("_C")).name
-        link = self.link_step([str(step.output) for step in compiled], module)
-        if link.is_due():
-            print(f"link {module}", flush=True)
-            error = link.run()
-            if error is not None:
-                raise LinkError(error)
-        self.put(module, Path(self.get_ext_fullpath("flatparam._C")))
+        builds = [Build(torch, nvcc) for torch in torches() for nvcc in self.toolkits(torch)]
+        compiled = [[self.compile_step(group, build) for group in self.compiled_together(build)] for build in builds]
+        steps = {step.output: step for steps in compiled for step in steps}  # an object of C serves every torch
+        self.run_all([step for step in steps.values() if step.is_due()])
+        for build, inputs in zip(builds, compiled, strict=True):
+            link = self.link_step([str(step.output) for step in inputs], build)
+            if link.is_due():
+                print(f"link {link.output}", flush=True)
+                error = link.run()
+                if error is not None:
+                    raise LinkError(error)
+            self.put(link.output, build)
+        if self.several:
+            self.put_sources()
 
     def set_up(self) -> None:
-        """Find the compilers, Python's headers and torch; choose the folder of this build's objects."""
-        self.cc = find_compiler("CC", ["gcc", "cc", "clang"])
-        self.cxx = find_compiler("CXX", ["g++", "c++", "clang++"])
+        """Find the compilers and Python's headers."""
+        self.cc, self.cxx = (find_compiler(*names) for names in HERE["COMPILERS"])
         self.python_include = list(dict.fromkeys([sysconfig.get_path("include"), sysconfig.get_path("platinclude")]))
         if not any((Path(folder) / "Python.h").is_file() for folder in self.python_include):
             raise PlatformError(f"no Python.h in {self.python_include[0]}: install Python's headers (python3-dev)")
-        self.torch = torch_settings(Path(self.build_temp) / "torch.json")
-        version = self.torch["key"][0]
+        self.several = bool(os.environ.get("FLATPARAM_TORCHES"))
         chosen = [name for name in ("sanitize", "checks", "strict") if getattr(self, name)]
-        kind = "-".join(chosen) or "release"
-        self.folder = Path(self.build_temp) / f"{kind}-torch{version}"
-        self.versions = "\n".join(
-            [f"Python {sys.version}", f"torch {version}", *map(compiler_version, (self.cc, self.cxx))]
-        )
-        wanted = torch_cuda()
-        self.nvcc, line = (None, "") if wanted is None else cuda_toolkit(wanted)
-        if wanted is not None:
-            print(f"flatparam: CUDA: {line}", flush=True)
+        self.folder = Path(self.build_temp) / ("-".join(chosen) or "release")
+        self.versions = "\n".join([f"Python {sys.version}", *map(HERE["compiler_version"], (self.cc, self.cxx))])
+        self.target = Path(self.get_ext_fullpath("flatparam._C"))
 
-    def compiled_together(self) -> list[list[str]]:
+    def toolkits(self, torch: Torch) -> list[str | None]:
+        """Return for which nvcc (None: without kernels) to link an extension for ``torch``."""
+        nvcc, line = (None, "") if torch.cuda is None else cuda_toolkit(torch)
+        if torch.cuda is not None:
+            print(f"flatparam: CUDA: {line}", flush=True)
+        return [None, nvcc] if self.several and nvcc is not None else [nvcc]
+
+    def folder_of(self, torch: Torch) -> Path:
+        """Return the folder of the objects that depend on ``torch``."""
+        return self.folder.with_name(f"{self.folder.name}-torch{torch.version}")
+
+    def compiled_together(self, build: "Build") -> list[list[str]]:
         """Return the sources in groups, one for each command: a C file each, the C++ files in two."""
-        files = sources(testing=self.strict or self.sanitize)
+        files = sources(testing=(self.strict or self.sanitize) and not self.several)
         cxx = [source for source in files if source.endswith(".cpp")]
-        cuda = [] if self.nvcc is None else [[str(path)] for path in sorted(Path("csrc/cuda").glob("*.cu"))]
+        cuda = [] if build.nvcc is None else [[str(path)] for path in sorted(Path("csrc/cuda").glob("*.cu"))]
         return cuda + [group for group in (cxx[::2], cxx[1::2]) if group] + [[f] for f in files if f not in cxx]
 
-    def compile_step(self, group: list[str]) -> Step:
+    def compile_step(self, group: list[str], build: "Build") -> Step:
         source, included = group[0], group[1:]
-        output = self.folder / Path(source).with_suffix(".o")
+        is_cxx, torch, versions = source.endswith(".cpp"), build.torch, self.versions
+        output = (self.folder_of(torch) if is_cxx else self.folder) / Path(source).with_suffix(".o")
         if source.endswith(".cu"):
-            command = [self.nvcc, *NVCC_FLAGS, *(NVCC_STRICT if self.strict else []), *gencode(self.nvcc)]
+            command = [build.nvcc, *NVCC_FLAGS, *(NVCC_STRICT if self.strict else []), *gencode(build.nvcc)]
             command += ["-MMD", "-MF", str(output.with_suffix(".d")), "-c", source, "-o", str(output)]
-            return Step(command, group, output, f"{self.versions}\nnvcc {nvcc_release(self.nvcc)}")
-        if source.endswith(".cpp"):
-            flags = [
-                *CXX_FLAGS,
-                *shlex.split(os.environ.get("CXXFLAGS", "")),
-                *FLAGS,
-                ABI_FLAG.format(self.torch["abi"]),
-            ]
-            flags += ["-DFLATPARAM_CUDA"] * (self.nvcc is not None)
-            command, system = [*self.cxx, *flags], [*self.python_include, *self.torch["include"]]
+            return Step(command, group, output, f"{versions}\nnvcc {nvcc_release(build.nvcc)}")
+        if is_cxx:
+            command = [*self.cxx, *CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *FLAGS]
+            headers = torch.folder / "include"
+            system = [*self.python_include, str(headers), str(headers / "torch/csrc/api/include")]
+            versions += f"\ntorch {torch.version}"
         else:
-            flags = [*C_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
-            command, system = [*self.cc, *flags], [] if "/core/" in source else self.python_include
+            command = [*self.cc, *C_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
+            system = [] if "/core/" in source else self.python_include
         command += ["-DFP_CHECK"] if self.checks else []
         command += STRICT if self.strict or self.sanitize else []
         command += SANITIZE if self.sanitize else []
         command += [word for folder in system for word in ("-isystem", folder)]
         command += [word for file in included for word in ("-include", file)]
         command += ["-MMD", "-MF", str(output.with_suffix(".d")), "-c", source, "-o", str(output)]
-        return Step(command, group, output, self.versions)
+        return Step(command, group, output, versions)
 
-    def link_step(self, objects: list[str], module: Path) -> Step:
+    def link_step(self, objects: list[str], build: "Build") -> Step:
         # What comes from a static library is the module's own: where g++ links libstdc++ so, some of its names would be
         # bound to another library's copy, and reading a number from a stream would crash.
         command = [*self.cxx, "-shared", "-pthread", "-Wl,--exclude-libs,ALL", *objects]
         command += shlex.split(os.environ.get("LDFLAGS", ""))
         command += SANITIZE if self.sanitize else []
+        command += ["-Wl,--strip-all"] if self.several else []
         if any("/tensor/" in name for name in objects):
             # No run path: torch is always imported first, and its libraries are then found by their names.
-            command += [f"-L{folder}" for folder in self.torch["library"]] + ["-Wl,--as-needed", *TORCH_LIBRARIES]
-        command += [] if self.nvcc is None else [str(cuda_library(self.nvcc))]
-        return Step([*command, "-o", str(module)], objects, module, self.versions)
+            command += [f"-L{build.torch.folder / 'lib'}", "-Wl,--as-needed", *TORCH_LIBRARIES]
+        command += [] if build.nvcc is None else [str(cuda_library(build.nvcc, build.torch))]
+        module = self.folder_of(build.torch) / (build.name if self.several else "") / self.target.name
+        return Step([*command, "-o", str(module)], objects, module, f"{self.versions}\ntorch {build.torch.version}")
 
     def run_all(self, steps: list[Step]) -> None:
         """Compile in parallel, one printed line a file; show what every failing command printed."""
@@ -348,8 +324,10 @@ class BuildExtension(build_ext):
             print("\n".join(errors), file=sys.stderr, flush=True)
             raise CompileError(f"{len(errors)} of {len(steps)} files did not compile (see above)")
 
-    def put(self, module: Path, target: Path) -> None:
+    def put(self, module: Path, build: "Build") -> None:
         """Copy the module to its package, and say there which torch it is for; touch nothing that is right already."""
+        several = self.target.parent / CHECKS["EXTENSIONS"] / build.name / self.target.name
+        target = several if self.several else self.target
         target.parent.mkdir(parents=True, exist_ok=True)
         made, there = module.stat(), target.stat() if target.is_file() else None
         if there is None or (there.st_size, there.st_mtime_ns) != (made.st_size, made.st_mtime_ns):
@@ -357,9 +335,16 @@ class BuildExtension(build_ext):
             shutil.copy2(module, temporary)
             os.replace(temporary, target)  # a process that has the old one loaded keeps it
         info = target.with_name("_build_info.py")
-        text = BUILD_INFO.format(self.torch["key"][0])
-        if not info.is_file() or info.read_text() != text:
+        text = BUILD_INFO.format(build.torch.version)
+        if not self.several and (not info.is_file() or info.read_text() != text):
             info.write_text(text)
+
+    def put_sources(self) -> None:
+        """Put what flatparam/_build_here.py compiles into the package."""
+        to = self.target.parent / CHECKS["SOURCES"]
+        shutil.copytree("csrc", to / "csrc", ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
+        for name in ("setup.py", "README.md"):
+            shutil.copy2(name, to)
 
 
 class CudaCheck(Command):
@@ -417,7 +402,9 @@ def problem(commands: set[str]) -> str | None:
     """Say in one line why these commands of setup.py cannot run here, or return None."""
     if not commands & NEEDS_TORCH:
         return None
-    found = CHECKS["platform_problem"](*CHECKS["this_platform"]()) or CHECKS["torch_problem"](torch_version())
+    versions = [torch.version for torch in torches()]
+    problems = [CHECKS["torch_problem"](version) for version in versions or [None]]
+    found = next(filter(None, [CHECKS["platform_problem"](*CHECKS["this_platform"]()), *problems]), None)
     makes_wheels = CHECKS["release"](setuptools.__version__) >= (70, 1) or find_spec("wheel") is not None
     if found is None and commands & WHEEL and not makes_wheels:
         return (
@@ -461,7 +448,7 @@ def description() -> str:
 
 
 setup(
-    install_requires=[CHECKS["torch_requirement"](torch_version() if BUILDS else None)],
+    install_requires=[CHECKS["torch_requirement"]([torch.version for torch in torches()] if BUILDS else [])],
     license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
     project_urls=addresses(),
     long_description=description(),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _build_check
 
-_build_check.check()
+__path__ += _build_check.check()
 
 from . import _C  # noqa: E402, F401  (a broken extension is an error of the import)
 from ._version import __version__ as __version__  # noqa: E402

@@ -14,6 +14,7 @@ COMMANDS = {
         "print strategies, units and micro-batches that fit in a rank's memory, by predicted step time",
     ),
     "checkpoint": ("flatparam.checkpoint.cli", "show, verify or export a checkpoint"),
+    "doctor": ("flatparam.commands.doctor", "print versions, devices, the extension, and check torch's internals"),
     "inspect": (
         "flatparam.inspect.cli",
         "print and draw a model's units, shards and bytes per rank, without processes",

@@ -6,15 +6,18 @@ torch and no package may be importable, so it imports the standard library only.
 """
 
 import importlib.util
+import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 MIN_TORCH = (2, 11)
 MAX_TORCH = (2, 15)  # the newest that is known to work; a newer one's handle may have what ours has not
 MACHINES = ("x86_64", "aarch64")
+EXTENSIONS, SOURCES = "_extensions", "_sources"  # folders of the package, in a wheel for several torches
 
 
 def release(version: str) -> tuple[int, int]:
@@ -51,14 +54,35 @@ def torch_problem(version: str | None) -> str | None:
     return None
 
 
-def torch_requirement(version: str | None) -> str:
-    """Return the requirement of a distribution: the minor release that it was built with, as its extension needs it.
+def torch_requirement(versions: Iterable[str]) -> str:
+    """Return the requirement of a distribution: the minor releases that it was built with, as its extensions need them.
 
-    ``version``: of torch; None: a distribution of sources, which can be built with each torch that works.
+    ``versions``: of torch; none: a distribution of sources, which can be built with each torch that works.
     """
-    if version is None:
-        return f"torch>={'.'.join(map(str, MIN_TORCH))},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}"
-    return "torch=={}.{}.*".format(*release(version))
+    built = {release(version) for version in versions}
+    if len(built) == 1:
+        return "torch=={}.{}.*".format(*built.pop())
+    (major, first), (_, last) = (min(built), max(built)) if built else (MIN_TORCH, MAX_TORCH)
+    missing = [f"!={major}.{minor}.*" for minor in range(first, last) if built and (major, minor) not in built]
+    return ",".join([f"torch>={major}.{first}", f"<{major}.{last + 1}", *missing])
+
+
+def extension_name(version: str, cuda: str | None) -> str:
+    """Return the folder, in ``EXTENSIONS``, of the extension for a torch. ``cuda``: its kernels' release, or None."""
+    kernels = "" if cuda is None else f"+cu{cuda.partition('.')[0]}"
+    return "torch{}.{}".format(*release(version)) + kernels
+
+
+def wheel_problem(torch_version: str, there: Iterable[str]) -> str:
+    """Say in one line that none of the extensions in a wheel, with these names of folders, fits the installed torch."""
+    listed = sorted({release(name.removeprefix("torch")) for name in there})
+    then = "set FLATPARAM_BUILD=1 to compile it at the first import (takes a C and a C++ compiler and Python's headers)"
+    if torch_problem(torch_version) is not None:
+        then = "install another flatparam"
+    return (
+        f"flatparam was installed with extensions for torch {', '.join('{}.{}'.format(*one) for one in listed)}, but "
+        f"torch {torch_version} is installed: install one of these, or {then}"
+    )
 
 
 def import_problem(torch_version: str | None, built_against: str | None, built_here: bool) -> str | None:
@@ -88,14 +112,37 @@ def this_platform() -> tuple[str, str, int]:
     return sys.platform, platform.machine(), 64 if sys.maxsize > 2**32 else 32
 
 
-def check() -> None:
-    """Raise ImportError, in one line, unless the extension can be loaded. Imports torch, whose libraries it needs."""
+def check() -> list[str]:
+    """Return the folders, beside the package's own, in which the extension lies; [] if it lies in the package.
+
+    Imports torch, whose libraries the extension needs. Raises: ImportError, in one line, if none can be loaded.
+    """
+    package = Path(__file__).parent
     problem = platform_problem(*this_platform())
+    version = _installed_torch() if problem is None else None
+    built = {path.parent for suffix in EXTENSION_SUFFIXES for path in package.glob(f"{EXTENSIONS}/*/_C{suffix}")}
+    if version is not None and built:
+        return [str(_chosen(package, {path.name for path in built}, version))]
     if problem is None:
-        built_here = any((Path(__file__).parent / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
-        problem = import_problem(_installed_torch(), _built_against(), built_here)
+        built_here = any((package / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
+        problem = import_problem(version, _built_against(), built_here)
     if problem is not None:
         raise ImportError(problem)
+    return []
+
+
+def _chosen(package: Path, built: set[str], version: str) -> Path:
+    """Return the folder of the extension to load, of those in a wheel, or one that is compiled now."""
+    import torch
+
+    if os.environ.get("FLATPARAM_BUILD") == "1":
+        from flatparam import _build_here
+
+        return _build_here.folder(package / SOURCES, Path(torch.__path__[0]), version)
+    for cuda in (torch.version.cuda, None):  # kernels are left out where there is no nvcc
+        if (name := extension_name(version, cuda)) in built:
+            return package / EXTENSIONS / name
+    raise ImportError(wheel_problem(version, built))
 
 
 def _installed_torch() -> str | None:

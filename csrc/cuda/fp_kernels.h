@@ -108,6 +108,8 @@ typedef struct {
     uint64_t (*capture)(void *stream);
 } fp_kernels;
 
-extern const fp_kernels fp_cuda_kernels; /* for CUDA; not defined in a build without nvcc */
+/* The kernels for CUDA. Weak: a build without nvcc does not define it, and its address is then null. So the objects of all
+ * other sources serve both builds. */
+extern const fp_kernels fp_cuda_kernels __attribute__((weak));
 
 #endif

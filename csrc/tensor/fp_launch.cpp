@@ -16,11 +16,7 @@ namespace {
 
 // The kernels, and the type of accelerator that they are for.
 struct InUse {
-#ifdef FLATPARAM_CUDA
     const fp_kernels *kernels = &fp_cuda_kernels;
-#else
-    const fp_kernels *kernels = nullptr;
-#endif
     c10::DeviceType type = c10::kCUDA;
 } in_use;
 

@@ -162,6 +162,12 @@ class Lifetime:
         return declare
 
 
+def replaced() -> list[str]:
+    """Return the targets of all replacements, ``"module:name"``, without names that are added."""
+    changes = [change for lifetime in _lifetimes for change in lifetime.changes if isinstance(change, _Replacement)]
+    return [target for change in changes if not change.adds for target in change.targets]
+
+
 def names_of(thing: object) -> list[tuple[ModuleType, str]]:
     """Return ``(module, name)`` for each global name of an imported module that refers to ``thing``."""
     return [(module, name) for module in _modules(list(sys.modules)) for name in _names_in(module, thing)]

@@ -8,77 +8,17 @@ import stat
 import subprocess
 import sys
 import tarfile
-import time
+import zipfile
 from pathlib import Path
 
 import pytest
+from small_tree import BRIDGE, CORE, PYTHON, build, compiled_in, later, replace, run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = (".py", ".md", ".ipynb")
+LEFT_OUT = ("asan", "sanitize-*", "torches", "wheel", "*.pyc")  # when the tree is copied
 GUIDES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")
-CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/module/module.c", "csrc/tensor/tensors.cpp"
-SMALL_TREE = {
-    "csrc/core/one.h": "int fp_one(void);\n",
-    "csrc/core/two.h": "#define FP_TWO 2\n",
-    "csrc/core/one.c": '#include "core/one.h"\nint fp_one(void) { return 1; }\n',
-    "csrc/core/two.c": '#include "core/two.h"\nint fp_two(void);\nint fp_two(void) { return FP_TWO; }\n',
-    "csrc/tensor/tensors.h": "int fp_three(void);\n",
-    "csrc/tensor/tensors.cpp": 'extern "C" {\n#include "tensor/tensors.h"\n}\n#include "core/two.h"\n'
-    "int fp_three(void) { return FP_TWO + 1; }\n",
-    "csrc/module/module.c": '#include <Python.h>\n#include "core/one.h"\n#include "tensor/tensors.h"\n'
-    'static struct PyModuleDef fp_module = {PyModuleDef_HEAD_INIT, .m_name = "_C"};\n'
-    "PyMODINIT_FUNC PyInit__C(void) {\n    PyObject *module = PyModule_Create(&fp_module);\n"
-    '    PyModule_AddIntConstant(module, "FOUR", fp_one() + fp_three());\n    return module;\n}\n',
-    "flatparam/__init__.py": "from flatparam import _build_check\n_build_check.check()\n",
-}
-
 pytestmark = pytest.mark.multiprocess
-
-
-def run(*command, cwd, env=None):
-    """Run a command to its end; return (exit code, standard output and error together)."""
-    done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.returncode, done.stdout
-
-
-def build(tree, *options, **env):
-    """Run build_ext in place; return the set of files that were compiled."""
-    code, output = run(sys.executable, "setup.py", "build_ext", "--inplace", *options, cwd=tree, env=env)
-    assert code == 0, output
-    return compiled_in(output)
-
-
-def compiled_in(output):
-    compiled = " ".join(re.findall(r"^compile (.+)$", output, re.MULTILINE)).split()
-    assert len(set(compiled)) == len(compiled)
-    return set(compiled)
-
-
-def later(path):
-    """Save a file again, at a time that no file system takes for that of the last build."""
-    time.sleep(0.02)
-    path.touch()
-
-
-def replace(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
-@pytest.fixture
-def small(tmp_path):
-    for name, text in SMALL_TREE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for name in ("setup.py", "pyproject.toml", "README.md", "flatparam/_build_check.py", "flatparam/_version.py"):
-        shutil.copy2(ROOT / name, tmp_path / name)
-    for cache in ROOT.glob("build/*/torch.json"):  # what setup.py asked torch itself, which takes seconds
-        (tmp_path / cache.relative_to(ROOT)).parent.mkdir(parents=True)
-        shutil.copy2(cache, tmp_path / cache.relative_to(ROOT))
-    return tmp_path
 
 
 @pytest.fixture
@@ -121,7 +61,7 @@ def copy_of_the_project(target):
     """Copy what a build needs, compiled objects included, with the files' times; compile what is not up to date."""
     for name in ("csrc", "flatparam", "build"):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("asan", "sanitize-*", "*.pyc"))
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", *GUIDES):
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, target / name)
@@ -306,42 +246,11 @@ def test_the_sanitizer_build_is_apart(small):
     assert build(small) == set()
 
 
-NVCC = """#!/bin/sh
-case "$*" in
-    *--version) echo "Cuda compilation tools, release $RELEASE, V$RELEASE.1" ;;
-    *--list-gpu-arch) printf 'compute_80\\ncompute_90\\n' ;;
-    *) echo nvcc "$@" >>$LOG
-       for word; do case "$last" in -o) out=$word ;; -MF) dep=$word ;; -c) in=$word ;; esac; last=$word; done
-       case "$*" in *-Xptxas=-v*) cat $PTXAS; exit ;; esac
-       echo "$out : $in csrc/core/one.h" >$dep
-       exec gcc -xc -fPIC -Icsrc -c $in -o $out ;;
-esac
-"""
 PTXAS = """ptxas info    : Compiling entry function '_ZN1_4packIL8fp_dtype1ELm0EEEv' for 'sm_80'
 ptxas info    : Function properties for x
     {} bytes stack frame, {} bytes spill stores, {} bytes spill loads
 ptxas info    : Used 40 registers, used 0 barriers
 """
-
-
-@pytest.fixture
-def cuda(small, tmp_path_factory):
-    """A tree with a kernel, a torch that says it is built for CUDA 13.0, and the environment of a toolkit that logs."""
-    (small / "csrc/cuda").mkdir()
-    (small / "csrc/cuda/kernels.cu").write_text('#include "core/one.h"\nint fp_kernel(void) { return 5; }\n')
-    toolkit = tmp_path_factory.mktemp("toolkit")
-    (toolkit / "bin").mkdir()
-    (toolkit / "lib64").mkdir()
-    (toolkit / "bin/nvcc").write_text(NVCC)
-    (toolkit / "bin/nvcc").chmod(0o755)
-    runtime = toolkit / "lib64/libcudart.so.13"
-    subprocess.run(["gcc", "-shared", "-xc", "/dev/null", "-Wl,-soname,libcudart.so.13", "-o", runtime], check=True)
-    replace(
-        small / "setup.py",
-        'run_path(str(folder / "version.py")).get("cuda")',
-        'run_path(str(folder / "version.py")) and "13.0"',
-    )
-    return small, toolkit, {"CUDA_HOME": str(toolkit), "RELEASE": "13.1", "LOG": str(toolkit / "log")}
 
 
 def test_kernels_are_compiled_where_torch_has_cuda(cuda, logged):
@@ -354,7 +263,6 @@ def test_kernels_are_compiled_where_torch_has_cuda(cuda, logged):
     assert {"-fmad=false", "-Icsrc", "-Werror=all-warnings"} < set(words)
     codes = [word.rpartition("code=")[2] for word in words if "code=" in word]
     assert codes == ["sm_80", "sm_90", "compute_90"]  # what this nvcc knows, and the last as PTX
-    assert "-DFLATPARAM_CUDA" in logged[1]()[BRIDGE]
     [module] = (tree / "flatparam").glob("_C.*.so")
     assert "fp_kernel" in subprocess.check_output(["nm", str(module)], text=True)
     assert build(tree, "--strict", **env) == set()
@@ -394,7 +302,7 @@ def test_one_line_says_what_becomes_of_the_kernels(cuda, changes, line):
 
 def test_a_toolkit_in_the_usual_place_is_found(cuda):
     tree, toolkit, env = cuda
-    replace(tree / "setup.py", 'CUDA_FOLDER = "/usr/local/cuda"', f'CUDA_FOLDER = "{toolkit}"')
+    replace(tree / "flatparam/_build_here.py", 'CUDA_FOLDER = "/usr/local/cuda"', f'CUDA_FOLDER = "{toolkit}"')
     tools = {Path(shutil.which(name)).parent for name in ("gcc", "g++", "ld")}
     assert not [folder for folder in tools if (folder / "nvcc").exists()]
     env = {**env, "CUDA_HOME": "", "CUDA_PATH": "", "PATH": os.pathsep.join(map(str, tools))}
@@ -444,6 +352,46 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     shutil.copytree(project / "build", unpacked / "build")  # a missing header would make its readers compile, and fail
     assert build(unpacked, "--strict") == set()
     assert list((unpacked / "flatparam").glob("_C.*.so"))
+
+
+@pytest.fixture(scope="module")
+def wheel(project, tmp_path_factory):
+    """The wheel for the installed torch alone: (its size, its extension in the archive, the folder to import from)."""
+    code, output = run(sys.executable, "tools/wheel.py", sys.executable, cwd=project)
+    assert code == 0, output
+    assert compiled_in(output) == set()  # these objects are those of `make build`
+    [path] = (project / "dist").glob("*.whl")
+    site = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(site)
+        extension = min(
+            (info for info in archive.infolist() if "/_C.c" in info.filename), key=lambda one: one.file_size
+        )
+    return path.stat().st_size, extension, site
+
+
+def test_a_wheel_for_five_torches_has_at_most_5_mb_for_the_cpu(wheel):
+    size, extension, _ = wheel
+    assert size + 4 * extension.compress_size <= 5e6
+    assert extension.file_size <= 1.5e6
+
+
+def test_a_wheel_needs_no_compiler_and_the_import_takes_less_than_60_ms_over_torch(wheel):
+    env = {"PYTHONPATH": str(wheel[2]), "PATH": "/nowhere"}
+    code, output = run(sys.executable, "-m", "flatparam", "doctor", cwd=wheel[2], env=env)
+    assert code == 0, output
+    assert f"\nextension  {wheel[2]}/flatparam/_extensions/torch" in output
+    code = "import torch, time; begin = time.process_time(); import flatparam; print(time.process_time() - begin)"
+    took = [float(run(sys.executable, "-c", code, cwd=wheel[2], env=env)[1]) for _ in range(3)]
+    assert min(took) < 0.06
+
+
+@pytest.mark.thorough
+def test_a_model_trains_by_a_wheel_on_one_and_two_ranks(wheel):
+    env = {"PYTHONPATH": str(wheel[2]), "PATH": "/nowhere"}
+    code, output = run(sys.executable, str(ROOT / "tests/packaging/wheel_ranks.py"), cwd=wheel[2], env=env)
+    assert code == 0, output
+    assert "1 and 2 ranks: equal" in output
 
 
 def test_an_installation_has_the_types_and_every_module_and_no_other_package(project, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from flatparam import _build_check
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = [f"flatparam/{name}.py" for name in ("__init__", "_build_check", "_version")]
+PACKAGE = [f"flatparam/{name}.py" for name in ("__init__", "_build_check", "_build_here", "_version")]
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,17 @@ def test_what_the_import_refuses(installed, built_against, built_here, words):
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.13.0+cpu", "torch==2.13.*"), ("2.15.1", "torch==2.15.*"), (None, "torch>=2.11,<2.16")],
+    ("versions", "expected"),
+    [
+        (["2.13.0+cpu"], "torch==2.13.*"),
+        (["2.15.1"], "torch==2.15.*"),
+        ([], "torch>=2.11,<2.16"),
+        (["2.11.0", "2.13.1+cpu", "2.12.0"], "torch>=2.11,<2.14"),
+        (["2.15.0", "2.11.0"], "torch>=2.11,<2.16,!=2.12.*,!=2.13.*,!=2.14.*"),
+    ],
 )
-def test_what_a_distribution_needs(version, expected):
-    assert _build_check.torch_requirement(version) == expected
+def test_what_a_distribution_needs(versions, expected):
+    assert _build_check.torch_requirement(versions) == expected
 
 
 @pytest.mark.multiprocess
