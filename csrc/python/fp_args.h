@@ -80,6 +80,14 @@ fp_bool_unless(int status)
     return status < 0 ? NULL : PyBool_FromLong(status);
 }
 
+/* Drop the result of a call that was made for its effect. 0; -1 if it is NULL: the call has set an exception. */
+static inline int
+fp_drop_result(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
 /* TypeError unless min <= nargs <= max. name is the Python name of the function, for the message. */
 int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max);
 

@@ -90,10 +90,9 @@ int
 fp_flat_param_refuse_graphs(fp_flat_param *flat_param)
 {
     fp_flat_buffer_refuse_graphs(flat_param->flat, fp_items(flat_param->views));
-    PyObject *done =
-        flat_param->extension == NULL ? NULL : PyObject_CallMethod(flat_param->extension, "refuse_graphs", NULL);
-    Py_XDECREF(done);
-    return done == NULL && flat_param->extension != NULL ? -1 : 0;
+    return flat_param->extension == NULL
+               ? 0
+               : fp_drop_result(PyObject_CallMethod(flat_param->extension, "refuse_graphs", NULL));
 }
 
 int

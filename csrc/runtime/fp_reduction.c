@@ -17,9 +17,7 @@ fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
     if (status < 0 || unit->reduced == NULL || unit->reduced == Py_None) {
         return status;
     }
-    PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return fp_drop_result(PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params)));
 }
 
 /* Start the second reductions of a unit (NULL: none), several in one call. 1: there was one; 0: there was none; -1. */

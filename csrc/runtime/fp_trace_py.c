@@ -25,8 +25,7 @@ call(PyObject *function, PyObject *args)
 {
     PyObject *result = args == NULL ? NULL : PyObject_CallObject(function, args);
     Py_XDECREF(args);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return fp_drop_result(result);
 }
 
 /* Note an event that is about to begin. Ask the other ranks unless it was predicted, nothing was missed, and the

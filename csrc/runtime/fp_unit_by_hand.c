@@ -20,13 +20,6 @@ driven(const fp_unit *unit)
 /* ---- waits ---- */
 
 static int
-call(PyObject *result)
-{
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-static int
 before_gather(PyObject *watcher, uint64_t event)
 {
     return PyObject_SetAttrString(watcher, "looks", Py_False);
@@ -35,14 +28,14 @@ before_gather(PyObject *watcher, uint64_t event)
 static int
 waiting(PyObject *watcher)
 {
-    return call(PyObject_CallMethod(watcher, "look", NULL));
+    return fp_drop_result(PyObject_CallMethod(watcher, "look", NULL));
 }
 
 static int
 failed(PyObject *watcher, const char *message)
 {
     PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
-    return text == NULL ? -1 : call(PyObject_CallMethod(watcher, "explain", "N", text));
+    return text == NULL ? -1 : fp_drop_result(PyObject_CallMethod(watcher, "explain", "N", text));
 }
 
 static void

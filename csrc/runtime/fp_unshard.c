@@ -54,9 +54,7 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         Py_XDECREF(views);
         return -1;
     }
-    PyObject *done = flat_param->dress == NULL ? NULL : PyObject_CallOneArg(flat_param->dress, views);
-    Py_XDECREF(done);
-    if (done == NULL && flat_param->dress != NULL) {
+    if (flat_param->dress != NULL && fp_drop_result(PyObject_CallOneArg(flat_param->dress, views)) < 0) {
         Py_DECREF(views);
         return -1;
     }
@@ -100,9 +98,7 @@ fp_unshard_sync_user_writes(fp_unit *unit)
     if (!any) {
         return written;
     }
-    PyObject *result = PyObject_CallNoArgs(unit->on_param_replaced);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 1;
+    return fp_drop_result(PyObject_CallNoArgs(unit->on_param_replaced)) < 0 ? -1 : 1;
 }
 
 /* -1 with StateError that names the i-th parameter. what: the end of the sentence. */
