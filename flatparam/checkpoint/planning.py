@@ -224,7 +224,8 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
                 whole = Box((0,) * len(held.shape), held.shape)
                 plan.alone.states[name] = held.dense.view(value, 0, whole)
             else:
-                alike["gradient" if key == GRADIENT else "value"][held.name if key == GRADIENT else name] = _seen(value)
+                kind_of, what = ("gradient", held.name) if key == GRADIENT else ("value", name)
+                alike[kind_of][what] = _seen(value, name)
         if begin != 0 or end == 0:
             continue  # the rank of the first element writes the other values
         if kind == "value" or (of_piece and value.dim()):
@@ -236,9 +237,10 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             plan._put(OPTIMIZER, 0, rank, Part.whole(name, value.detach()))
     told: dict[str, Any] = {"states": states, "pieces": pieces, "keys": keys}
     for group in named.groups:
-        alike["group"][str(group.number)] = _seen(group.settings)
+        settings_name = f"param_groups[{group.number}]"
+        alike["group"][str(group.number)] = _seen(group.settings, settings_name)
         if rank == 0:
-            settings = encode(group.settings, f"param_groups[{group.number}]", values)
+            settings = encode(group.settings, settings_name, values)
             told.setdefault("groups", []).append([settings, [held.name for held in group.params]])
             told.setdefault("optimizers", []).append(group.label)
             told["classes"] = named.classes
@@ -255,7 +257,7 @@ def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, valu
     inner: dict[str, Tensor] = {}
     one = named.stepped[id(held.owner)]
     found = encode(value, f"piece.{name}", inner)
-    seen = _seen(value)
+    seen = _seen(value, name)
     has_tensors = bool(inner) and key != "step"
     if has_tensors and one.here[0] is not held:
         found = None
@@ -265,10 +267,10 @@ def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, valu
     return [one.layout, seen, found, has_tensors, has_dims, len(one.params) > 1]
 
 
-def _seen(value: Any) -> str:
-    """Return a digest of a value and of the tensors in it."""
+def _seen(value: Any, path: str) -> str:
+    """Return a digest of the value at ``path`` and of the tensors in it."""
     inner: dict[str, Tensor] = {}
-    plain = encode(value, "", inner)
+    plain = encode(value, path, inner)
     return digest({**inner, None: plain})[:16]
 
 

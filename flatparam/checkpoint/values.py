@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.tensors import refuse_freed
 from .errors import CheckpointError
+from .files import NAMES
 
 _COUNTER, _DICT, _DTYPE, _FLOAT = "$counter", "$dict", "$dtype", "$float"
 _INT, _TENSOR, _TUPLE = "$int", "$tensor", "$tuple"
@@ -56,6 +58,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (Tensor, torch.nn.Parameter):
         if value.layout != torch.strided:
             raise CheckpointError(f"`{path}` is a tensor of layout {value.layout}: give it dense, or its parts")
+        refuse_freed(value, f"`{path}`")
+        if value.dtype not in NAMES:
+            raise CheckpointError(f"`{path}` is of {value.dtype}, which no safetensors file has")
         name = path
         while name in tensors:
             name += "'"

@@ -97,3 +97,16 @@ def test_a_value_whose_dtype_no_file_has_is_named(tmp_path, place):
         flatparam.checkpoint.save(tmp_path / "one", module, optimizer, {"wide": wide} if place == "extra" else None)
     assert f"`{name}` is of torch.complex128" in str(told.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_freed_tensor_in_the_state_of_a_module_is_refused_before_anything_is_written(tmp_path):
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+
+    class Freed(Counting):
+        def get_extra_state(self):
+            return freed
+
+    with pytest.raises(flatparam.checkpoint.CheckpointError, match="the storage of `_extra_state` was freed"):
+        flatparam.checkpoint.save(tmp_path / "one", Freed())
+    assert not list(tmp_path.iterdir())
