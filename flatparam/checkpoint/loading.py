@@ -189,7 +189,7 @@ class _Loading(ModelPlan):
                 self.reads += self.targets.reads
             self.bytes = sum(read.out.numel() * read.out.itemsize for read in self.reads)
             meter.expect(self.bytes)
-            check_reads(source, self.reads, source.look, meter.add)
+            check_reads(source, self.reads, meter.add)
             self.check_tied(source)
         return [source.digest, base_sums]
 

@@ -52,12 +52,11 @@ class Taken:
     """The outcome of the modules' own load.
 
     ``names``: parameter or buffer -> names in the file to read it from. ``values``: whole tensors that a module's code
-    computed. ``itself``: buffers that a module has loaded already. ``before``: the copy that undoes the load.
+    computed. ``before``: the copy that undoes the load.
     """
 
     names: dict[LocalParam, list[str]]
     values: dict[LocalParam, Tensor]
-    itself: set[LocalParam]
     missing: list[str]
     unexpected: list[str]
     before: Beside
@@ -240,7 +239,7 @@ def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
 def _taken(
     held: list[LocalParam], stand_ins: StandIns, result: Any, before: Beside, source: Source, bare: Callable[[str], str]
 ) -> Taken:
-    found = Taken({}, {}, set(), [], [], before)
+    found = Taken({}, {}, [], [], before)
     for one, sources in stand_ins.copied.items():
         for value in sources:
             name = stand_ins.name_of(value)
@@ -250,10 +249,8 @@ def _taken(
                 found.names.setdefault(one, []).append(name)
     by_name = {name: one for one in held for name in one.names}
     missing = [bare(name) for name in getattr(result, "missing_keys", [])]
-    for one in held:
-        if one.is_buffer and one not in stand_ins.copied and not set(one.names) <= set(missing):
-            found.itself.add(one)
-    loaded = {*found.names, *found.values, *found.itself}
+    buffers = {one for one in held if one.is_buffer and not set(one.names) <= set(missing)}  # modules have loaded them
+    loaded = {*found.names, *found.values, *(buffers - stand_ins.copied.keys())}
     for one in held:  # its module did not load it: read the saved value as it is
         here = next((name for name in one.names if name in source.model and name not in missing), None)
         if one not in loaded and here is not None:

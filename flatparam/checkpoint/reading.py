@@ -43,7 +43,7 @@ class Source:
     alone: Mapping[str, list[Chunk]] = {}  # boxes that the loading rank saved alone: they replace the model's
     values: Mapping[str, Any] = {}  # entries of the state dict that are no tensors, for the loading rank
     digest: str  # equal on ranks that read the same checkpoint
-    look: Look | None = None  # called with each tensor that ``whole`` reads
+    look: Look | None = None  # called with the elements that ``check_reads`` compares
 
     def entry(self, chunk: Chunk) -> Entry:
         """Open the file of ``chunk`` and return the entry. Raises: CheckpointError, FileError, OSError."""
@@ -104,7 +104,7 @@ class Source:
     def fill(self, key: str, chunks: list[Chunk], dense: Dense, start: int, out: Tensor) -> None:
         """Check and read elements of ``key`` into ``out``. Arguments: of ``reads_of``. Raises: as ``check``."""
         reads = reads_of(key, chunks, dense, start, out)
-        check_reads(self, reads, None, lambda count: None)
+        check_reads(self, reads)
         for read in reads:
             self.read(read)
 
@@ -113,8 +113,6 @@ class Source:
         check_whole(key, chunks)
         out = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(key), device="cpu")
         self.fill(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
-        if self.look is not None:
-            self.look(chunks[0], out)
         return out
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
@@ -201,8 +199,8 @@ def refuse_not_finite(source: Source, chunk: Chunk, values: Tensor) -> None:
         raise CheckpointError(f"{source.path_of(chunk)}: `{source.name_of(chunk)}` has values that are not finite")
 
 
-def check_reads(source: Source, reads: Iterable[Read], look: Look | None, progress: Callable[[int], None]) -> None:
+def check_reads(source: Source, reads: Iterable[Read], progress: Callable[[int], object] = lambda count: None) -> None:
     """Compare the bytes of all ``reads`` with their checksums. Raises: as ``Source.check``."""
     for read in reads:
         begin, end = read.byte_range(DTYPES[read.chunk.dtype].itemsize)
-        progress(source.check(read.chunk, begin, end, look))
+        progress(source.check(read.chunk, begin, end, source.look))

@@ -21,12 +21,12 @@ from ..fsdp.sharding.deferred import blank
 from ..fsdp.sharding.unit_description import digest_of
 from ..fsdp.states.loading import Values, agree_on_loading
 from ..fsdp.states.safetensors_files import Files, sample_of
-from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..fsdp.unit.unit import units_of
 from .errors import naming_checkpoint
 from .foreign import Foreign, whole_tensors
 from .model_plan import ModelPlan
+from .planning import check_idle
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -53,9 +53,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     error: Exception | None = None
     try:
         try:
-            for inner in module.modules():
-                if isinstance(inner, Wrapper):
-                    inner._check_idle_here("load_safetensors")
+            check_idle(module, "load_safetensors")
             loading.read(files, strict)
         except Exception as caught:
             error = caught
