@@ -6,7 +6,6 @@ The scripts have no name of flatparam's in them but where they tell whether it i
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -297,19 +296,6 @@ def test_torchrun_trains_to_the_same_bits(tmp_path):
         losses[name] = [values for _, *values in written]
     assert losses["flatparam"] == losses["torch"]
     assert [len(values) for values in losses["torch"]] == [3, 3]
-
-
-@pytest.mark.thorough
-def test_the_first_program_of_the_page_about_the_runtime_trains(tmp_path):
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "runtime.md").read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(found[1])
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = python(*torchrun, "train.py", cwd=tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        losses = [float(loss) for loss in re.findall(rf"rank {rank}, step \d+: loss ([\d.]+)", done.stdout)]
-        assert len(losses) == 20
-        assert losses[-1] < 0.7 * losses[0]
 
 
 # Usage, in this process: nothing is run

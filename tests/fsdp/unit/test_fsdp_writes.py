@@ -560,7 +560,7 @@ def test_what_torchs_tools_read_of_an_exchanged_parameter():
 @every_setting
 @pytest.mark.parametrize("offload", [False, True])
 def test_edits_of_full_parameters_without_writeback(strategy, uo, offload):
-    """They stay only where full parameters are the model's own: as docs/runtime.md says."""
+    """They stay only where full parameters are the model's own: as docs/weights.md says."""
     stays = strategy == "NO_SHARD" and not offload
     with fake_world(2):
         settings = {"sharding_strategy": ShardingStrategy[strategy], "cpu_offload": CPUOffload(offload_params=offload)}
