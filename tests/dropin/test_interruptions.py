@@ -445,7 +445,7 @@ def test_data_that_were_set_after_a_forward_that_raises(setting):
 
 
 def _full_weights_after_an_interruption(setting, phase):
-    """What docs/dropin.md says to do before saving a checkpoint: a forward in no_grad."""
+    """What docs/dropin-interruptions.md says to do before saving a checkpoint: a forward in no_grad."""
     with handle_of("flatparam"):
         model, _ = start(setting)
         before = weights(model)
