@@ -59,7 +59,7 @@ def main() -> int:
     by_key = {table.key: table for table in kept}  # also those of earlier runs
     picture.draw(by_key, out / "performance.png")
     if arguments.docs:
-        document.write(by_key, machine, ROOT / "docs" / "performance.md")
+        document.write(by_key, machine, ROOT / "docs" / "performance.md", ROOT / "docs" / "targets.md")
         picture.draw(by_key, ROOT / "docs" / "performance.png")
     print(f"== {out}/*.json, {out}/performance.png")
     return 0

@@ -1,4 +1,7 @@
-"""The tables as Markdown, and into docs/performance.md: each between ``<!-- table KEY -->`` and ``<!-- end -->``."""
+"""The tables as Markdown, each into its place in a page, between ``<!-- table KEY -->`` and ``<!-- end -->``.
+
+Users read docs/performance.md, without targets; maintainers read the targets, met and missed, in docs/targets.md.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,11 +10,20 @@ from benchmarks.handles import OURS, TORCH
 from benchmarks.rows import Row, Table, cell, columns, number, verdict
 
 
-def write(tables: Mapping[str, Table], machine: Mapping[str, str], path: Path) -> None:
-    """Replace the tables that were measured; ``machine`` stands in the place of the table ``machine``."""
+def write(tables: Mapping[str, Table], machine: Mapping[str, str], path: Path, targets: Path | None = None) -> None:
+    """Replace the tables that were measured; ``machine`` stands in the place of the table ``machine``.
+
+    ``targets``: the page that gets the targets, which ``path`` then lacks; None: they are a column in ``path``.
+    """
+    said = {"machine": [", ".join(f"{name}: {value}" for name, value in machine.items()) + "."]}
+    _replace({key: markdown(table, targets is None) for key, table in tables.items()} | said, path)
+    if targets is not None:
+        judged = {key: table.rows for key, table in tables.items() if any(row.target for row in table.rows)}
+        _replace({key: _targets(rows) for key, rows in judged.items()} | said, targets)
+
+
+def _replace(parts: Mapping[str, list[str]], path: Path) -> None:
     text = path.read_text()
-    parts = {key: markdown(table) for key, table in tables.items()}
-    parts["machine"] = [", ".join(f"{name}: {value}" for name, value in machine.items()) + "."]
     for key, lines in parts.items():
         start, end = f"<!-- table {key} -->\n", "<!-- end -->"
         before, found, rest = text.partition(start)
@@ -21,38 +33,46 @@ def write(tables: Mapping[str, Table], machine: Mapping[str, str], path: Path) -
     path.write_text(text)
 
 
-def markdown(table: Table) -> list[str]:
-    """Lines of one table."""
+def markdown(table: Table, targets: bool) -> list[str]:
+    """Lines of one table. ``targets``: with a column of targets."""
     if not table.rows:
         return [table.note]
-    return _by_size(table.rows) if table.key == "a" else _plain(table.rows)
+    return _by_size(table.rows) if table.key == "a" else _plain(table.rows, targets)
 
 
-def _plain(rows: list[Row]) -> list[str]:
+def _plain(rows: list[Row], targets: bool) -> list[str]:
     names = columns(rows)
-    head = ["", "", *names, "target"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    head = ["", "", *names, *(["target"] if targets else [])]
+    lines = _lines(head)
     for row in rows:
         target = f"{row.target}: {verdict(row)}" if row.target else ""
-        lines.append("| " + " | ".join([row.what, row.size, *(cell(row, name) for name in names), target]) + " |")
+        lines.append(_line([row.what, row.size, *(cell(row, name) for name in names), *([target] if targets else [])]))
     return lines
+
+
+def _targets(rows: list[Row]) -> list[str]:
+    judged = [row for row in rows if row.target]
+    return [*_lines(["", "", "target", ""]), *(_line([row.what, row.size, row.target, verdict(row)]) for row in judged)]
+
+
+def _lines(head: list[str]) -> list[str]:
+    return [_line(head), "|---" * len(head) + "|"]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _by_size(rows: list[Row]) -> list[str]:
     """One line for a step and mode, one column for a number of parameters: ours, and how many times torch's it is."""
     sizes = sorted({row.facts["parameters"] for row in rows})
-    lines = [f"| | | {' | '.join(map(str, sizes))} | target |", "|---" * (3 + len(sizes)) + "|"]
+    lines = _lines(["", "", *map(str, sizes)])
     kinds = dict.fromkeys((row.what, row.facts["orig"], row.facts["world"]) for row in rows)
     for kind in kinds:
         of_kind = [row for row in rows if (row.what, row.facts["orig"], row.facts["world"]) == kind]
         cells = {row.facts["parameters"]: _ours_and_torchs(row) for row in of_kind}
-        judged = [row for row in of_kind if row.met is not None]
-        target = ""
-        if judged:
-            missed = [str(row.facts["parameters"]) for row in judged if not row.met]
-            target = f"{judged[0].target}: {'missed at ' + ', '.join(missed) if missed else 'met'}"
         mode = f"{'orig' if kind[1] else 'flat'}, W={kind[2]}"
-        lines.append("| " + " | ".join([kind[0], mode, *(cells.get(size, "") for size in sizes), target]) + " |")
+        lines.append(_line([kind[0], mode, *(cells.get(size, "") for size in sizes)]))
     return lines
 
 

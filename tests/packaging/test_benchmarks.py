@@ -113,6 +113,12 @@ def test_tables_replace_those_in_the_document(tmp_path):
     assert text.count("| step | 1 x 400 | 1 ms | 2 ms = 2x (2-2) |") == 1
     assert "old" not in text
     assert text.endswith("<!-- end -->\nafter\n")
+    kept, targets = [rows.Target("ours", 1.5)], tmp_path / "targets.md"
+    targets.write_text("<!-- table machine -->\n<!-- end -->\n<!-- table x -->\n<!-- end -->\n")
+    judged = rows.Row.of("step", "1 x 400", "ms", "bare", {"bare": [1.0], "ours": [2.0]}, targets=kept)
+    document.write({"x": rows.Table("x", "", "", [judged])}, {"cpu": "fast"}, page, targets)
+    assert "| step | 1 x 400 | 1 ms | 2 ms = 2x (2-2) |\n" in page.read_text()
+    assert "| step | 1 x 400 | ours <= 1.5 | MISSED |\n" in targets.read_text()
     with pytest.raises(SystemExit, match="no place for table y"):
         document.write({"y": rows.Table("y", "", "", [row])}, {}, page)
 
