@@ -45,7 +45,7 @@ bench:
 
 docs:
 	@$(call ENVIRONMENT,build docs) $(BUILD) \
-	"$$py" -m sphinx -q -W --keep-going -d build/docs/.doctrees docs/reference build/docs && echo build/docs/index.html
+	"$$py" -m sphinx -q -W --keep-going -c docs/reference -d build/docs/.doctrees . build/docs && echo build/docs/docs/index.html
 
 coverage:
 	@$(call ENVIRONMENT,build demo test coverage) $(BUILD) "$$py" tools/covered.py $(ARGS)
