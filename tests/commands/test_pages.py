@@ -69,14 +69,17 @@ def test_the_program_of_a_guide_runs(name, tmp_path):
     run(tmp_path, PROGRAMS[name])
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_a_guide_says_whom_it_is_for(page):
+OF_MAINTAINERS = {"patches", "releasing", "targets"}  # which say so in their first sentence, or are made by a tool
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in OF_MAINTAINERS], ids=lambda page: page.stem
+)
+def test_a_page_says_its_kind_and_whom_it_is_for(page):
     title, empty, audience = page.read_text().split("\n")[:3]
     assert title.startswith("# ")
     assert not empty
-    assert re.fullmatch(
-        r"\*(Tutorial|How-to)\. For users who .*\.\*|\*How-to\. For users (with|whose) .*\.\*", audience
-    )
+    assert re.match(r"\*((Tutorial|How-to|Reference|Explanation)\. )?For (users|contributors)", audience)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
