@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
     names = arguments or known()
     wheel = tagged(build([fetched(name) if re.fullmatch(r"\d+\.\d+", name) else torch_of(name) for name in names]))
     with zipfile.ZipFile(wheel) as archive:
-        members = [(info.filename, info.file_size) for info in archive.infolist() if "/_C." in info.filename]
+        members = [(info.filename, info.file_size) for info in archive.infolist() if "/_extensions/t" in info.filename]
     print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
     for name, size in members:
         print(f"    {name}: {size / 1e6:.1f} MB")
