@@ -29,7 +29,8 @@ def test_the_quickstart_runs_as_printed(tmp_path):
     call = [sys.executable, "-m", "torch.distributed.run", *command.split()]
     done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == output.splitlines()
+    # ranks may write their lines into each other's
+    assert sorted(re.findall(r"rank \d holds [\d,]+ parameters", done.stdout)) == output.splitlines()
     assert "Warning" not in done.stderr
     assert "1,124,608 parameters" in TEXT
     assert {int(held.replace(",", "")) for held in re.findall(r"holds ([\d,]+)", output)} == {1_124_608 // 2}
