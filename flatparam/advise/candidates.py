@@ -18,7 +18,7 @@ from flatparam.advise.timing import Cluster, step_seconds
 from flatparam.advise.traffic import micro_batches, sent_in_a_step
 from flatparam.fsdp.sharding.placement import is_grid
 from flatparam.fsdp.unit.memory_plan import MemoryPlan
-from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, Unit, plan_of, units_of
+from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, Unit, dtypes_of, plan_of, units_of
 
 MOST_TOGETHER = 8
 NO_UNITS = (nn.ModuleList, nn.ModuleDict)  # containers without a forward of their own
@@ -75,6 +75,7 @@ class Candidate:
     """One combination, with the bytes and seconds of a rank in one step.
 
     - ``inner``: size of the inner group; None: the strategy has none.
+    - ``compute_dtypes``, ``reduce_dtypes``: of forward and backward, and of the gradients while they are reduced.
     - ``reduce_each``: every micro-batch reduces its gradients; else the last one alone, after ``no_sync()``.
     - ``sent``: bytes by (kind of collective, group). ``intra`` of them stay in the node, ``inter`` leave it.
     - ``seconds``: of the step; ``computing``: of its compute alone.
@@ -84,6 +85,8 @@ class Candidate:
     inner: int | None
     boundary: Boundary
     units: int
+    compute_dtypes: tuple[torch.dtype, ...]
+    reduce_dtypes: tuple[torch.dtype, ...]
     micro_batches: int
     reduce_each: bool
     plan: MemoryPlan
@@ -222,6 +225,7 @@ def _micro_batches(
     units: list[Unit], settings: Settings, boundary: Boundary, question: Question
 ) -> Iterator[Candidate]:
     plan = plan_of(units, settings)
+    compute_dtypes, reduce_dtypes = dtypes_of(units)
     for count in question.micro_batches:
         tokens = -(-question.tokens // count)
         for reduce_each in (False, True) if count > 1 else (False,):
@@ -236,6 +240,8 @@ def _micro_batches(
                 inner=settings.shard_size,
                 boundary=boundary,
                 units=len(units),
+                compute_dtypes=compute_dtypes,
+                reduce_dtypes=reduce_dtypes,
                 micro_batches=count,
                 reduce_each=reduce_each,
                 plan=plan,

@@ -14,6 +14,8 @@ from flatparam.advise.report import (
     by_speed,
     call,
     does_not_fit,
+    how_to_step,
+    in_full_precision,
     nothing_fits,
     table,
     title,
@@ -23,15 +25,20 @@ from flatparam.common.parsing import Parser
 from flatparam.inspect.cli import DTYPES, add_settings, classes, drawing
 from flatparam.inspect.planning import MOST_RANKS, SUPPORTED, BadInput, load
 
-SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SCALES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def quantity(units: dict[str, float], example: str) -> Callable[[str], float]:
-    """Return a parser of a positive number, a prefix and a unit, such as ``example``. ``units``: name -> size."""
+def quantity(units: dict[str, float], example: str, scales: dict[str, float] = SCALES) -> Callable[[str], float]:
+    """Return a parser of a positive number, a prefix and a unit, such as ``example``.
+
+    ``units``: name -> size. ``scales``: prefix -> factor; upper and lower case are equal in prefixes.
+    """
 
     def parse(text: str) -> float:
-        found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([KMGT]i|[kMGTP]?)([a-zA-Z/]*)", text)
-        value = 0.0 if found is None else float(found[1]) * SCALES[found[2]] * units.get(found[3], 0.0)
+        found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([a-zA-Z/]*)", text)
+        name = "" if found is None else found[2]
+        sizes = [scales.get(name.removesuffix(unit).lower(), 0) * units[unit] for unit in units if name.endswith(unit)]
+        value = 0.0 if found is None else float(found[1]) * max(sizes, default=0)
         if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"expected a positive number and a unit, as in {example}, got {text!r}")
         return value
@@ -91,7 +98,7 @@ def parser() -> Parser:
 
 def _add_question(made: Parser) -> None:
     add = made.add_argument_group("model and machine").add_argument
-    size = quantity({"B": 1}, "80GB")
+    size = quantity({"B": 1, "b": 1}, "80GB")
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=positive, metavar="N", required=True, help="ranks")
     add("--gpu-memory", type=size, metavar="SIZE", required=True, help="memory that a rank may use, say 80GB or 74GiB")
@@ -113,7 +120,7 @@ def _add_question(made: Parser) -> None:
 
 def _add_machine(made: Parser) -> None:
     add = made.add_argument_group("the machine").add_argument
-    rate, latency = quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s"), quantity(_SECONDS, "10us")
+    rate, latency = quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s"), quantity(_SECONDS, "10us", {"": 1})
     add("--node-size", type=positive, metavar="N", default=8, help="ranks of a node; no more than the world size")
     reach, delay = "bytes or bits a second that a rank can send to ranks of", "latency of one step of a ring"
     add("--intra", type=rate, metavar="RATE", default="450GB/s", help=f"{reach} its node")
@@ -183,18 +190,21 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
     fitting = by_speed([one for one in found if one.memory <= question.gpu_memory])
     too_large = [one for one in found if one.memory > question.gpu_memory]
     name, numel = type(module).__name__, sum(param.numel() for param in module.parameters())
-    head = title(name, numel, question)
+    head = title(name, numel, question, found[0].compute_dtypes)
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
     if options.picture is not None:
         drawing("advise", "--picture").draw(head, fitting, too_large, question, options.picture)
     if not fitting:
-        return f"{head}\n\n{nothing_fits(found, question)}\n{assumptions(question)}", 1
+        last = [nothing_fits(found, question), in_full_precision(found[0], question), assumptions(question)]
+        return "\n".join([head, "", *filter(None, last)]), 1
     shown = fitting if options.all else best_of_each(fitting)
     last = [
         f"best: {call(fitting[0], question)}",
+        f"      {how_to_step(fitting[0], question)}",
         f"{len(fitting)} of {len(found)} tried fit" + ("" if options.all else ", of each strategy the best is shown"),
         does_not_fit(found, fitting, question),
+        in_full_precision(found[0], question),
         assumptions(question),
     ]
     return "\n".join([head, "", table(shown), "", *filter(None, last)]), 0

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from flatparam.advise.candidates import Candidate, Question
 from flatparam.common.tables import aligned, human
+from flatparam.inspect.planning import names_of
 
 HEADINGS = (
     *("strategy", "units", "inner", "micro-batches", "reduced", "memory"),
@@ -53,14 +56,14 @@ def table(found: list[Candidate]) -> str:
     return aligned(rows, names=2, headings=1)
 
 
-def title(model: str, numel: int, question: Question) -> str:
-    """Return the first line: the model, the ranks and the options."""
+def title(model: str, numel: int, question: Question, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Return the first line: the model, the ranks and the options. ``dtypes``: those of its compute."""
     cluster = question.cluster
     nodes = question.world_size // cluster.node
-    compute = f"compute in {str(question.param_dtype).removeprefix('torch.')}, " if question.param_dtype else ""
     return (
         f"{model}: {numel:,} elements, {question.world_size} rank{'s' if question.world_size > 1 else ''} in {nodes} "
-        f"node{'s' if nodes > 1 else ''}, {human(question.gpu_memory)} each, {compute}optimizer {question.optimizer}"
+        f"node{'s' if nodes > 1 else ''}, {human(question.gpu_memory)} each, compute in {names_of(dtypes)}, "
+        f"optimizer {question.optimizer}"
     )
 
 
@@ -86,7 +89,11 @@ def call(candidate: Candidate, question: Question) -> str:
         classes = ", ".join(candidate.boundary.wrap if candidate.boundary.together == 1 else ("nn.Sequential",))
         arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({{{classes}}})")
     if question.param_dtype is not None:
-        arguments.append(f"mixed_precision=MixedPrecision(param_dtype={question.param_dtype})")
+        given = {"param_dtype": question.param_dtype}
+        if len(candidate.reduce_dtypes) == 1:  # else they are those of the parameters, which is LAYER_ZERO's default
+            given["reduce_dtype"] = candidate.reduce_dtypes[0]
+        precision = ", ".join(f"{name}={dtype}" for name, dtype in given.items())
+        arguments.append(f"mixed_precision=MixedPrecision({precision})")
     if question.segments:
         arguments.append("segments=True")
     if candidate.inner is not None:
@@ -96,6 +103,25 @@ def call(candidate: Candidate, question: Question) -> str:
     if candidate.boundary.together > 1:
         text += f", each {candidate.boundary.together} {candidate.boundary.wrap[0]} in one nn.Sequential"
     return text
+
+
+def how_to_step(candidate: Candidate, question: Question) -> str:
+    """Return the micro-batches of a step, and the dtypes and the optimizer of ``candidate``."""
+    tokens = f"{-(-question.tokens // candidate.micro_batches):,} tokens"
+    if candidate.micro_batches == 1:
+        batches = f"1 micro-batch of {tokens} a step"
+    else:
+        synced = "each reduced" if candidate.reduce_each else "all but the last in model.no_sync()"
+        batches = f"{candidate.micro_batches} micro-batches of {tokens} a step, {synced}"
+    dtypes = f"compute in {names_of(candidate.compute_dtypes)}, reduction in {names_of(candidate.reduce_dtypes)}"
+    return f"{batches}; {dtypes}; optimizer {question.optimizer}"
+
+
+def in_full_precision(candidate: Candidate, question: Question) -> str:
+    """Return a line for the case that no ``--param-dtype`` was given and the model computes in fp32; else nothing."""
+    if question.param_dtype is not None or torch.float32 not in candidate.compute_dtypes:
+        return ""
+    return "the plan is in fp32, the dtype of the parameters: --param-dtype bf16 plans mixed precision"
 
 
 def does_not_fit(found: list[Candidate], fitting: list[Candidate], question: Question) -> str:

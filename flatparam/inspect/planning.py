@@ -6,10 +6,12 @@
 import dataclasses
 import functools
 import importlib
+import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,11 +58,21 @@ def _meant(where: str, error: BaseException) -> str:
     return suggestion(missing, (found.name for found in pkgutil.iter_modules(folders, prefix)))
 
 
+def _module_in(file: str, path: str) -> str:
+    """Return a suggestion to import ``file`` by its module's name, from here or from its folder."""
+    relative = Path(os.path.relpath(file)).with_suffix("")
+    if relative.parts[0] == os.pardir:
+        return f"; did you mean {relative.name}:{path}, with {os.path.dirname(file)} in PYTHONPATH?"
+    return f"; did you mean {'.'.join(relative.parts)}:{path}?"
+
+
 def load(spec: str) -> nn.Module:
     """Call ``package.module:factory`` under the meta device. Raises: BadInput."""
     where, colon, path = spec.partition(":")
     if not (where and colon and path):
         raise BadInput(f"expected package.module:factory, got {spec!r}")
+    if where.endswith(".py"):
+        raise BadInput(f"expected package.module:factory, got the path {where}{_module_in(where, path)}")
     try:
         factory: object = importlib.import_module(where)
     except (Exception, SystemExit) as error:
@@ -221,6 +233,21 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
         originals = find_originals(own, inner, set())
         units.append(_unit(path, inner, originals, precisions[inner], settings))
     return units
+
+
+def dtypes_of(units: Iterable[Unit]) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
+    """Return the dtypes of the compute, and those of the reductions of gradients, each sorted by name; not integers."""
+    flats = [
+        flat for unit in units for flat, _ in unit.segments if flat.dtype.is_floating_point or flat.dtype.is_complex
+    ]
+    compute = {flat.compute_dtype or flat.dtype for flat in flats}
+    reduce = {flat.reduce_dtype or flat.compute_dtype or flat.dtype for flat in flats if flat.is_trained}
+    return tuple(sorted(compute, key=str)), tuple(sorted(reduce, key=str))
+
+
+def names_of(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the names of ``dtypes`` without ``torch.``; "none" if there is none."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "none"
 
 
 def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:

@@ -5,7 +5,7 @@ from typing import Any
 
 from flatparam.common.tables import aligned, human
 from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan
-from flatparam.inspect.planning import Settings, Unit
+from flatparam.inspect.planning import Settings, Unit, dtypes_of, names_of
 
 HEADINGS = (
     *("unit", "class", "units", "params", "numel", "padding", "shard"),
@@ -26,7 +26,7 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
     if settings.shard_size is not None:
         ranks += f" ({settings.shard_size} share a parameter)"
     options = [
-        f"compute in {str(settings.param_dtype).removeprefix('torch.')}" if settings.param_dtype else "",
+        f"compute in {names_of(dtypes_of(units)[0])}",
         f"optimizer {settings.optimizer}",
         "use_orig_params" if settings.use_orig_params else "",
         "segments" if settings.segments else "",

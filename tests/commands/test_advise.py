@@ -19,6 +19,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 from flatparam.__main__ import main
 from flatparam.advise.candidates import inner_sizes
+from flatparam.advise.cli import parser
 from flatparam.advise.timing import Load, seconds_of
 
 GRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO", "LAYER_ZERO_NESTED")
@@ -323,6 +324,42 @@ def test_a_call_of_segments_says_so(capsys, tmp_path):
         assert len(eval(line.removeprefix("best: "), names)._unit.flat_params) == 2
 
 
+MICRO = ["--world-size", "8", "--node-size", "4", "--gpu-memory", "1GB", "--wrap", "Block", "--tokens", "64"]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "LAYER_ZERO"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_best_line_gives_all_that_the_plan_needs(capsys, tmp_path, strategy, dtype):
+    """The printed call makes a model with the plan's bytes and dtypes; the line below has its micro-batches."""
+    options = ["--strategies", strategy, "--micro-batches", "4", *([] if dtype is None else ["--param-dtype", "bf16"])]
+    printed, found = advise(capsys, tmp_path, "inspected:model", *MICRO, *options)
+    lines = printed.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("best: "))
+    best = found["fitting"][0]
+    names = {"torch": torch, "FullyShardedDataParallel": FSDP, "ShardingStrategy": ShardingStrategy, "Block": Block}
+    names |= {"MixedPrecision": MixedPrecision, "ModuleWrapPolicy": ModuleWrapPolicy, "model": inspected.model()}
+    names["init_device_mesh"] = lambda device, shape: init_device_mesh("cpu", shape)
+    with fake_world(8):
+        made = eval(lines[at].removeprefix("best: "), names)
+        plan = made.memory_plan()
+        [flat] = made._unit.flat_params
+        reduced = flat.reduce_dtype or flat.compute_dtype or flat.flat.dtype
+        if dtype is not None:
+            assert made.mixed_precision.reduce_dtype == reduced  # given, not left to a default
+    assert best["memory"]["peak"] == (plan.peak if best["reduce_each"] else plan.peak_no_sync)
+    synced = "each reduced" if best["reduce_each"] else "all but the last in model.no_sync()"
+    computed, reduced = (str(one or torch.float32).removeprefix("torch.") for one in (dtype, reduced))
+    expected = f"4 micro-batches of 16 tokens a step, {synced}; compute in {computed}, reduction in {reduced}"
+    assert lines[at + 1].strip() == f"{expected}; optimizer adam"
+    assert f"compute in {computed}, optimizer adam" in lines[0]
+    assert ("--param-dtype bf16" in printed) == (dtype is None)
+
+
+def test_a_plan_of_one_micro_batch_says_so(capsys, tmp_path):
+    printed, _ = advise(capsys, tmp_path, "inspected:model", *MICRO, "--micro-batches", "1")
+    assert "\n      1 micro-batch of 64 tokens a step; compute in float32" in printed
+
+
 def test_nothing_fits_says_by_how_much(capsys, tmp_path):
     arguments = ["inspected:model", "--world-size", "2", "--wrap", "Block", "--optimizer", "none"]
     _, found = advise(capsys, tmp_path, *arguments, "--gpu-memory", "1GB")
@@ -331,6 +368,7 @@ def test_nothing_fits_says_by_how_much(capsys, tmp_path):
     printed, found = advise(capsys, tmp_path, *arguments, "--gpu-memory", f"{least - 100}B", status=1)
     assert f"takes {least / 1024:.2f} KiB, 100 B too much" in printed
     assert "nothing fits in" in printed
+    assert "the plan is in fp32, the dtype of the parameters: --param-dtype bf16" in printed
     assert found["fitting"] == []
     assert found["too_large"][0]["memory"]["total"] == least
     advise(capsys, tmp_path, *arguments, "--gpu-memory", f"{least}B")  # to the byte
@@ -353,6 +391,34 @@ def test_sizes_and_nodes(capsys, tmp_path):
     assert {one["micro_batches"] for one in found["fitting"]} == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4400KB", 4_400_000),
+        ("80gb", 80 * 10**9),
+        ("80GIB", 80 * 2**30),
+        ("3 Mib", 3 * 2**20),
+        ("7b", 7),
+        ("1tB", 10**12),
+    ],
+)
+def test_sizes_have_any_case(text, size):
+    options = parser().parse_args(["a:b", "--world-size", "2", "--gpu-memory", text, "--activations", text])
+    assert (options.gpu_memory, options.activations) == (size, size)
+
+
+def test_prefixes_of_rates_have_any_case_and_bits_stay_bits(capsys):
+    given = ["a:b", "--world-size", "2", "--gpu-memory", "1GB"]
+    options = parser().parse_args([*given, "--intra", "8Kbit/s", "--inter", "3gB/s", "--flops", "4t"])
+    assert (options.intra, options.inter, options.flops) == (1000, 3e9, 4e12)
+    for text in ("10Ms", "3ks"):  # a prefix of a time would be a letter of the unit: ms are milliseconds
+        with pytest.raises(SystemExit):
+            parser().parse_args([*given, "--intra-latency", text])
+    with pytest.raises(SystemExit):
+        parser().parse_args([*given, "--intra", "400Gb/s"])  # bits or bytes?
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("node", [1, 3, 4, 12, 60])
 def test_inner_groups_are_divisors_that_fill_parts_of_a_node_or_nodes(node):
     assert inner_sizes(60, node) == [
@@ -363,6 +429,7 @@ def test_inner_groups_are_divisors_that_fill_parts_of_a_node_or_nodes(node):
 
 ERRORS = [
     (["nowhere.at_all:model"], "cannot import nowhere.at_all: ModuleNotFoundError"),
+    (["here.py:model"], "expected package.module:factory, got the path here.py; did you mean here:model?"),
     (["inspected:absent"], "inspected has no `absent`"),
     (
         ["inspected:model", "--world-size", "12"],

@@ -98,7 +98,7 @@ def test_bytes_are_those_of_arithmetic(capsys, tmp_path, strategy, ranks, prefet
     assert found["bytes"]["between_steps"] == 12 * sum(shards) + always
     assert found["bytes"]["no_sync"] == 4 * ranks * sum(shards)
     assert found["bytes"]["peak"] == most_of_a_step(strategy, ranks, prefetch)
-    assert f"{strategy} over {ranks} ranks" in printed
+    assert f"{strategy} over {ranks} ranks, compute in float32, optimizer adam" in printed
     root, blocks, rule = printed.splitlines()[5:8]
     assert root.split()[:4] == ["(root)", "Model", "1", "3"]
     cells = ["blocks.0", "to", "blocks.2", "Block", "3", "4", "126", str(ranks * shards[1] - 126), str(shards[1])]
@@ -254,6 +254,9 @@ def test_weights_that_a_factory_loads_do_not_matter(capsys, tmp_path):
 ERRORS = [
     (["nowhere.at_all:model"], "cannot import nowhere.at_all: ModuleNotFoundError"),
     (["inspected"], "expected package.module:factory, got 'inspected'"),
+    (["here.py:model"], "expected package.module:factory, got the path here.py; did you mean here:model?"),
+    (["./models/here.py:a.b"], "got the path ./models/here.py; did you mean models.here:a.b?"),
+    (["../models/here.py:a"], "did you mean here:a, with ../models in PYTHONPATH?"),
     (["inspected:absent"], "inspected has no `absent`"),
     (["inspected:number"], "expected inspected:number to be a function that makes a module, it is a int"),
     (["inspected:ready"], "expected inspected:ready to be a function that makes a module, it is a Linear"),
