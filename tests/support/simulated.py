@@ -20,9 +20,12 @@ SHARED = [SOURCE.with_name("boxed.hpp"), *sorted(SOURCE.with_name("sim").glob("*
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Wl,--exclude-libs,ALL"]
 
 
-def build(source=SOURCE):
-    """Compile the device, or another source, unless that was done before; return the library's path."""
-    read = b"".join(path.read_bytes() for path in [source, *SHARED]) + f"{torch.__version__} {sys.version}".encode()
+def build(source=SOURCE, shared=SHARED):
+    """Compile the device, or another source, unless that was done before; return the library's path.
+
+    ``shared``: what it includes. A source in C is compiled without torch.
+    """
+    read = b"".join(path.read_bytes() for path in [source, *shared]) + f"{torch.__version__} {sys.version}".encode()
     key = hashlib.sha1(read).hexdigest()[:12]
     folder = source.parents[2] / "build" / f"{source.stem}-{key}"
     library = folder / f"{source.stem}.so"
@@ -30,7 +33,7 @@ def build(source=SOURCE):
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits instead of compiling the same
         if not library.exists():
-            _compile(source, library.with_suffix(".part"))
+            (_compile_c if source.suffix == ".c" else _compile)(source, library.with_suffix(".part"))
             library.with_suffix(".part").rename(library)
     return library
 
@@ -51,6 +54,12 @@ def _compile(source, library):
         check=True,
         env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )
+
+
+def _compile_c(source, library):
+    compiler = shlex.split(os.environ.get("CC", "")) or ["gcc"]
+    flags = ["-std=c11", "-O2", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-pthread"]
+    subprocess.run([*compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
 
 
 def use(library, late="others"):

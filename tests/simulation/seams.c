@@ -1,0 +1,759 @@
+/* simulation/seams.c -- see seams.h. Linux and glibc.
+ *
+ * Objects of libc keep their state: a semaphore is taken by sem_trywait(), a mutex by pthread_mutex_trylock(), so threads of no
+ * rank may use the same objects before and after a run. Condition variables alone have no state to take: a signal marks a
+ * thread that waits here, and is handed to libc too.
+ *
+ * Whoever gives up the baton may hold the GIL: the others then wait for it in virtual time, as they would in real time. */
+#define _GNU_SOURCE
+#include "seams.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { THREADS = 8192, RANKS = 2048, ROUNDS = 4 /* PTHREAD_DESTRUCTOR_ITERATIONS of glibc */ };
+#define FOR_EVER INT64_MAX
+#define FIRST_PROCESS 5000000 /* above the highest process number of Linux */
+#define LOOKS 10000           /* at clocks, after which time goes on though this thread does not wait */
+#define STEPS 50000000
+#define BEGAN 1700000000 /* seconds of the wall clock at virtual time 0 */
+#define UP 1000000000    /* of the other clocks: more than those of the real machine, as the world begins now */
+
+enum kind { runs, in_semaphore, in_mutex, in_condition, in_sleep, in_join, before_begin, gone };
+static const char *const KIND_NAMES[] = {"runs",    "a semaphore", "a mutex", "a condition",
+                                         "a sleep", "a join",      "begin",   "gone"};
+
+struct thread {
+    _Atomic uint32_t baton; /* futex: 1 while this thread may run */
+    int rank;
+    bool is_first; /* of its rank */
+    enum kind kind;
+    void *object;     /* that it waits for */
+    int64_t deadline; /* virtual time of the end of its wait */
+    bool signalled;
+    pthread_t handle;
+    void *(*start)(void *);
+    void *argument;
+    int rounds; /* of the destructors of its thread-local values */
+};
+
+static struct thread threads[THREADS];
+static int n_threads;
+static struct rank {
+    bool ended, interrupted;
+    int64_t frozen_until;
+} ranks[RANKS];
+static uint64_t generator, digest;
+static int64_t now, limit, steps, looks;
+static int chance, n_first, reason;
+static bool is_running;
+static _Atomic uint32_t controller; /* futex: 1 once the run is over */
+
+static __thread struct thread *me __attribute__((tls_model("initial-exec")));
+static __thread int spawning __attribute__((tls_model("initial-exec"))) = -1;
+static pthread_key_t at_end;
+
+/* libc's own functions. */
+#define REAL_AT(name, find)                                                                                            \
+    static __typeof__(name) *real;                                                                                     \
+    if (real == NULL) {                                                                                                \
+        real = (__typeof__(name) *)(find);                                                                             \
+    }
+#define REAL(name) REAL_AT(name, dlsym(RTLD_NEXT, #name))
+#define REAL_CONDITION(name) REAL_AT(name, dlvsym(RTLD_NEXT, #name, "GLIBC_2.3.2")) /* older ones have other objects */
+
+static void
+futex_wait(_Atomic uint32_t *word)
+{
+    while (atomic_load(word) == 0) {
+        (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
+    }
+    atomic_store(word, 0);
+}
+
+static void
+futex_wake(_Atomic uint32_t *word)
+{
+    atomic_store(word, 1);
+    (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+uint64_t
+fp_sim_random(uint64_t n)
+{
+    generator ^= generator >> 12;
+    generator ^= generator << 25;
+    generator ^= generator >> 27;
+    return (generator * 2685821657736338717ULL >> 11) % n;
+}
+
+static void
+note(uint64_t fact)
+{
+    digest = (digest ^ fact) * 1099511628211ULL;
+}
+
+/* The time from which the thread can run; FOR_EVER: nobody knows. */
+static int64_t
+ready_at(const struct thread *thread)
+{
+    int64_t at = thread->deadline;
+    int value;
+    switch (thread->kind) {
+        case runs:
+            at = now;
+            break;
+        case in_semaphore:
+            at = sem_getvalue(thread->object, &value) == 0 && value > 0 ? now : at;
+            break;
+        case in_mutex:
+            at = ((pthread_mutex_t *)thread->object)->__data.__lock == 0 ? now : at;
+            break;
+        case in_condition:
+            at = thread->signalled ? now : at;
+            break;
+        case in_join:
+            at = ((struct thread *)thread->object)->kind == gone ? now : at;
+            break;
+        case in_sleep:
+            break;
+        default:
+            return FOR_EVER;
+    }
+    const int64_t frozen = ranks[thread->rank].frozen_until;
+    return ranks[thread->rank].ended || at == FOR_EVER ? FOR_EVER : at > frozen ? at : frozen;
+}
+
+static void
+stop(int why)
+{
+    reason = why;
+    is_running = false;
+    futex_wake(&controller);
+}
+
+/* Pick the next thread; NULL: the run is over, and the controller goes on. */
+static struct thread *
+next(void)
+{
+    for (;;) {
+        int64_t earliest = FOR_EVER;
+        int n = 0;
+        static int found[THREADS];
+        for (int i = 0; i < n_threads; i++) {
+            const int64_t at = ready_at(&threads[i]);
+            if (at <= now) {
+                found[n++] = i;
+            }
+            earliest = at < earliest ? at : earliest;
+        }
+        if (n_first == 0 || n == 0 || steps > STEPS || now > limit) {
+            if (n_first != 0 && n == 0 && earliest != FOR_EVER && earliest <= limit) {
+                now = earliest;
+                continue;
+            }
+            stop(n_first == 0           ? FP_SIM_ENDED
+                 : steps > STEPS        ? FP_SIM_TOO_LONG
+                 : now > limit          ? FP_SIM_LATE
+                 : earliest == FOR_EVER ? FP_SIM_STUCK
+                                        : FP_SIM_LATE);
+            return NULL;
+        }
+        const int i = found[n == 1 ? 0 : (int)fp_sim_random((uint64_t)n)];
+        steps++;
+        looks = 0;
+        note((uint64_t)i);
+        note((uint64_t)now);
+        return &threads[i];
+    }
+}
+
+/* Give up the baton, and return when this thread has it again. */
+static void
+hand_over(void)
+{
+    struct thread *const mine = me;
+    struct thread *const other = next();
+    if (other == mine) {
+        return;
+    }
+    if (other != NULL) {
+        futex_wake(&other->baton);
+    }
+    futex_wait(&mine->baton);
+}
+
+static void
+wait_for(enum kind kind, void *object, int64_t deadline)
+{
+    me->kind = kind;
+    me->object = object;
+    me->deadline = deadline;
+    hand_over();
+    me->kind = runs;
+    me->object = NULL;
+}
+
+static bool
+is_simulated(void)
+{
+    return me != NULL && is_running;
+}
+
+void
+fp_sim_pause(void)
+{
+    if (is_simulated() && (int)fp_sim_random(256) < chance) {
+        hand_over();
+    }
+}
+
+int
+fp_sim_rank(void)
+{
+    return me == NULL ? -1 : me->rank;
+}
+
+int64_t
+fp_sim_now(void)
+{
+    return now;
+}
+
+uint64_t
+fp_sim_digest(void)
+{
+    return digest;
+}
+
+int64_t
+fp_sim_steps(void)
+{
+    return steps;
+}
+
+int
+fp_sim_process(int rank)
+{
+    return FIRST_PROCESS + rank;
+}
+
+void
+fp_sim_freeze(int rank, int64_t nanoseconds)
+{
+    ranks[rank].frozen_until = now + nanoseconds;
+    if (me->rank == rank) {
+        hand_over();
+    }
+}
+
+void
+fp_sim_end(int rank)
+{
+    if (!ranks[rank].ended) {
+        ranks[rank].ended = true;
+        note(0x456e6445ULL + (uint64_t)rank);
+        n_first--;
+    }
+    if (me != NULL && me->rank == rank) {
+        hand_over();
+    }
+}
+
+int
+fp_sim_has_ended(int rank)
+{
+    return ranks[rank].ended;
+}
+
+void
+fp_sim_interrupt(int rank)
+{
+    ranks[rank].interrupted = true;
+}
+
+const char *
+fp_sim_state(int i)
+{
+    static char text[128];
+    if (i < 0 || i >= n_threads) {
+        return NULL;
+    }
+    const struct thread *thread = &threads[i];
+    (void)snprintf(text, sizeof text, "rank %d%s: %s%s%s", thread->rank, thread->is_first ? "" : ", another thread",
+                   KIND_NAMES[thread->kind], ranks[thread->rank].ended ? ", ended" : "",
+                   ranks[thread->rank].frozen_until > now ? ", frozen" : "");
+    return text;
+}
+
+void
+fp_sim_reset(uint64_t seed, int64_t nanoseconds, int switches)
+{
+    memset(ranks, 0, sizeof ranks);
+    n_threads = n_first = 0;
+    generator = seed * 0x9E3779B97F4A7C15ULL + 0x1234567ULL;
+    generator = generator == 0 ? 1 : generator;
+    digest = 14695981039346656037ULL;
+    now = steps = looks = 0;
+    limit = nanoseconds;
+    chance = switches;
+    atomic_store(&controller, 0);
+}
+
+void
+fp_sim_spawn(int rank)
+{
+    spawning = rank;
+}
+
+int
+fp_sim_run(void)
+{
+    is_running = true;
+    for (int i = 0; i < n_threads; i++) {
+        threads[i].kind = threads[i].kind == before_begin ? runs : threads[i].kind;
+    }
+    struct thread *const first = next();
+    if (first != NULL) {
+        futex_wake(&first->baton);
+    }
+    futex_wait(&controller);
+    return reason;
+}
+
+/* The last destructor of a thread's values hands over: until then it runs Python's and C++'s own. */
+static void
+at_thread_end(void *value)
+{
+    struct thread *const thread = value;
+    if (++thread->rounds < ROUNDS) {
+        (void)pthread_setspecific(at_end, value);
+        return;
+    }
+    if (!is_running) {
+        return;
+    }
+    thread->kind = gone;
+    if (thread->is_first && !ranks[thread->rank].ended) {
+        ranks[thread->rank].ended = true;
+        n_first--;
+    }
+    struct thread *const other = next();
+    me = NULL;
+    if (other != NULL) {
+        futex_wake(&other->baton);
+    }
+}
+
+static void *
+begin(void *argument)
+{
+    struct thread *const thread = argument;
+    me = thread;
+    (void)pthread_setspecific(at_end, thread);
+    futex_wait(&thread->baton);
+    return thread->start(thread->argument);
+}
+
+static void
+make_key(void)
+{
+    (void)pthread_key_create(&at_end, at_thread_end);
+}
+
+int
+pthread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*start)(void *), void *argument)
+{
+    REAL(pthread_create)
+    const bool is_first = me == NULL && spawning >= 0;
+    if (!is_simulated() && !is_first) {
+        return real(handle, attributes, start, argument);
+    }
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    (void)pthread_once(&once, make_key);
+    if (n_threads == THREADS) {
+        return EAGAIN;
+    }
+    struct thread *const thread = &threads[n_threads];
+    *thread = (struct thread){
+        .rank = is_first ? spawning : me->rank,
+        .is_first = is_first,
+        .kind = is_first ? before_begin : runs,
+        .start = start,
+        .argument = argument,
+    };
+    spawning = -1;
+    const int status = real(handle, attributes, begin, thread);
+    if (status == 0) {
+        thread->handle = *handle;
+        n_threads++;
+        n_first += is_first;
+    }
+    return status;
+}
+
+int
+pthread_join(pthread_t handle, void **value)
+{
+    REAL(pthread_join)
+    if (is_simulated()) {
+        for (int i = n_threads; i-- > 0;) {
+            if (threads[i].kind != gone && pthread_equal(threads[i].handle, handle)) {
+                wait_for(in_join, &threads[i], FOR_EVER);
+                break;
+            }
+        }
+    }
+    return real(handle, value);
+}
+
+/* Clocks */
+
+static void
+look(struct timespec *time, int64_t offset)
+{
+    now += ++looks % LOOKS == 0 ? 1000000 : 0;
+    time->tv_sec = offset + now / 1000000000;
+    time->tv_nsec = now % 1000000000;
+}
+
+static int64_t
+offset_of(clockid_t clock)
+{
+    return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE ? BEGAN : UP;
+}
+
+int
+clock_gettime(clockid_t clock, struct timespec *time)
+{
+    REAL(clock_gettime)
+    if (!is_simulated()) {
+        return real(clock, time);
+    }
+    look(time, offset_of(clock));
+    return 0;
+}
+
+int
+gettimeofday(struct timeval *restrict time, void *restrict zone)
+{
+    REAL(gettimeofday)
+    if (!is_simulated()) {
+        return real(time, zone);
+    }
+    struct timespec found;
+    look(&found, BEGAN);
+    time->tv_sec = found.tv_sec;
+    time->tv_usec = found.tv_nsec / 1000;
+    return 0;
+}
+
+time_t
+time(time_t *result)
+{
+    REAL(time)
+    if (!is_simulated()) {
+        return real(result);
+    }
+    struct timespec found;
+    look(&found, BEGAN);
+    if (result != NULL) {
+        *result = found.tv_sec;
+    }
+    return found.tv_sec;
+}
+
+/* The virtual time of a deadline that the clock shows. */
+static int64_t virtual(clockid_t clock, const struct timespec *time)
+{
+    const int64_t seconds = time->tv_sec - offset_of(clock);
+    return seconds > 4000000000 ? FOR_EVER : seconds * 1000000000 + time->tv_nsec;
+}
+
+int
+clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct timespec *left)
+{
+    REAL(clock_nanosleep)
+    if (!is_simulated()) {
+        return real(clock, flags, time, left);
+    }
+    const int64_t end =
+        (flags & TIMER_ABSTIME) != 0 ? virtual(clock, time) : now + time->tv_sec * 1000000000 + time->tv_nsec;
+    wait_for(in_sleep, NULL, end > now ? end : now);
+    return 0;
+}
+
+int
+nanosleep(const struct timespec *time, struct timespec *left)
+{
+    REAL(nanosleep)
+    return is_simulated() ? clock_nanosleep(CLOCK_MONOTONIC, 0, time, left) : real(time, left);
+}
+
+int
+usleep(useconds_t microseconds)
+{
+    const struct timespec time = {.tv_sec = microseconds / 1000000, .tv_nsec = microseconds % 1000000 * 1000L};
+    return nanosleep(&time, NULL);
+}
+
+int
+sched_yield(void)
+{
+    REAL(sched_yield)
+    if (!is_simulated()) {
+        return real();
+    }
+    wait_for(in_sleep, NULL, now + 1000);
+    return 0;
+}
+
+/* Semaphores: Python's locks */
+
+static int
+take(sem_t *semaphore, int64_t deadline)
+{
+    while (sem_trywait(semaphore) != 0) {
+        if (deadline <= now) {
+            errno = ETIMEDOUT;
+            return -1;
+        }
+        wait_for(in_semaphore, semaphore, deadline);
+    }
+    return 0;
+}
+
+int
+sem_wait(sem_t *semaphore)
+{
+    REAL(sem_wait)
+    return is_simulated() ? take(semaphore, FOR_EVER) : real(semaphore);
+}
+
+int
+sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict time)
+{
+    REAL(sem_timedwait)
+    return is_simulated() ? take(semaphore, virtual(CLOCK_REALTIME, time)) : real(semaphore, time);
+}
+
+int
+sem_clockwait(sem_t *restrict semaphore, clockid_t clock, const struct timespec *restrict time)
+{
+    REAL(sem_clockwait)
+    return is_simulated() ? take(semaphore, virtual(clock, time)) : real(semaphore, clock, time);
+}
+
+/* Mutexes and condition variables: the GIL, and those of C++ */
+
+static int
+lock(pthread_mutex_t *mutex, int64_t deadline)
+{
+    int status;
+    while ((status = pthread_mutex_trylock(mutex)) == EBUSY) {
+        if (deadline <= now) {
+            return ETIMEDOUT;
+        }
+        wait_for(in_mutex, mutex, deadline);
+    }
+    return status;
+}
+
+int
+pthread_mutex_lock(pthread_mutex_t *mutex)
+{
+    REAL(pthread_mutex_lock)
+    return is_simulated() ? lock(mutex, FOR_EVER) : real(mutex);
+}
+
+int
+pthread_mutex_timedlock(pthread_mutex_t *restrict mutex, const struct timespec *restrict time)
+{
+    REAL(pthread_mutex_timedlock)
+    return is_simulated() ? lock(mutex, virtual(CLOCK_REALTIME, time)) : real(mutex, time);
+}
+
+static int
+wait_condition(pthread_cond_t *condition, pthread_mutex_t *mutex, int64_t deadline)
+{
+    me->signalled = false;
+    (void)pthread_mutex_unlock(mutex);
+    wait_for(in_condition, condition, deadline);
+    const bool signalled = me->signalled;
+    (void)lock(mutex, FOR_EVER);
+    return signalled ? 0 : ETIMEDOUT;
+}
+
+int
+pthread_cond_wait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex)
+{
+    REAL_CONDITION(pthread_cond_wait)
+    return is_simulated() ? wait_condition(condition, mutex, FOR_EVER) : real(condition, mutex);
+}
+
+int
+pthread_cond_clockwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex, clockid_t clock,
+                       const struct timespec *restrict time)
+{
+    REAL(pthread_cond_clockwait)
+    return is_simulated() ? wait_condition(condition, mutex, virtual(clock, time))
+                          : real(condition, mutex, clock, time);
+}
+
+int
+pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex,
+                       const struct timespec *restrict time)
+{
+    REAL_CONDITION(pthread_cond_timedwait)
+    if (!is_simulated()) {
+        return real(condition, mutex, time);
+    }
+    /* Python's have the monotonic clock, others the wall clock: their seconds tell which. */
+    const clockid_t clock = time->tv_sec >= BEGAN ? CLOCK_REALTIME : CLOCK_MONOTONIC;
+    return wait_condition(condition, mutex, virtual(clock, time));
+}
+
+/* Wake one of the threads that wait for the condition, or all. */
+static void
+wake(const pthread_cond_t *condition, bool all)
+{
+    int n = 0;
+    static struct thread *found[THREADS];
+    for (int i = 0; i < n_threads; i++) {
+        struct thread *const thread = &threads[i];
+        if (thread->kind == in_condition && thread->object == condition && !thread->signalled) {
+            found[n++] = thread;
+        }
+    }
+    const int only = all || n == 0 ? -1 : n == 1 ? 0 : (int)fp_sim_random((uint64_t)n);
+    for (int i = 0; i < n; i++) {
+        found[i]->signalled = all || i == only;
+    }
+}
+
+int
+pthread_cond_signal(pthread_cond_t *condition)
+{
+    REAL_CONDITION(pthread_cond_signal)
+    if (is_simulated()) {
+        wake(condition, false);
+    }
+    return real(condition);
+}
+
+int
+pthread_cond_broadcast(pthread_cond_t *condition)
+{
+    REAL_CONDITION(pthread_cond_broadcast)
+    if (is_simulated()) {
+        wake(condition, true);
+    }
+    return real(condition);
+}
+
+/* The process of a rank */
+
+pid_t
+getpid(void)
+{
+    REAL(getpid)
+    return is_simulated() ? fp_sim_process(me->rank) : real();
+}
+
+/* A path that takes the place of path for this thread, or path itself; NULL: there is no such file. */
+static const char *
+placed(const char *path, char *buffer, size_t size)
+{
+    if (!is_simulated() || strncmp(path, "/proc/", 6) != 0) {
+        return path;
+    }
+    const bool is_own = strcmp(path, "/proc/self/stat") == 0;
+    char *end;
+    const long process = is_own ? fp_sim_process(me->rank) : strtol(path + 6, &end, 10);
+    if (process < FIRST_PROCESS || process >= FIRST_PROCESS + RANKS || (!is_own && strcmp(end, "/stat") != 0)) {
+        return path;
+    }
+    if (ranks[process - FIRST_PROCESS].ended) {
+        return NULL;
+    }
+    (void)snprintf(buffer, size, "%s/%ld", getenv("FLATPARAM_SIMULATED_PROC"), process);
+    return buffer;
+}
+
+#define PLACED(failed)                                                                                                 \
+    char buffer[512];                                                                                                  \
+    path = placed(path, buffer, sizeof buffer);                                                                        \
+    if (path == NULL) {                                                                                                \
+        errno = ENOENT;                                                                                                \
+        return failed;                                                                                                 \
+    }
+
+FILE *
+fopen(const char *restrict path, const char *restrict mode)
+{
+    REAL(fopen)
+    PLACED(NULL)
+    return real(path, mode);
+}
+
+FILE *
+fopen64(const char *restrict path, const char *restrict mode)
+{
+    REAL(fopen64)
+    PLACED(NULL)
+    return real(path, mode);
+}
+
+#define MODE                                                                                                           \
+    va_list list;                                                                                                      \
+    va_start(list, flags);                                                                                             \
+    const int mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(list, int) : 0;                                     \
+    va_end(list);
+
+int
+open(const char *path, int flags, ...)
+{
+    REAL(open)
+    MODE PLACED(-1) return real(path, flags, mode);
+}
+
+int
+open64(const char *path, int flags, ...)
+{
+    REAL(open64)
+    MODE PLACED(-1) return real(path, flags, mode);
+}
+
+/* Ctrl-C: Python gives it to the main thread alone. */
+int
+PyErr_CheckSignals(void)
+{
+    static int (*real)(void);
+    static void (*set_none)(void *);
+    static void **interrupt;
+    if (real == NULL) {
+        real = (int (*)(void))dlsym(RTLD_NEXT, "PyErr_CheckSignals");
+        set_none = (void (*)(void *))dlsym(RTLD_NEXT, "PyErr_SetNone");
+        interrupt = (void **)dlsym(RTLD_NEXT, "PyExc_KeyboardInterrupt");
+    }
+    if (is_simulated() && me->is_first && ranks[me->rank].interrupted) {
+        ranks[me->rank].interrupted = false;
+        set_none(*interrupt);
+        return -1;
+    }
+    return real();
+}

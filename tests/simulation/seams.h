@@ -1,0 +1,82 @@
+/* simulation/seams.h -- threads of simulated ranks, in virtual time. A library that is preloaded (seams.c) takes the place of
+ * libc's clocks, sleeps, semaphores, condition variables, mutexes and thread creation, for these threads alone.
+ *
+ * One thread runs at a time: it has the baton. It gives the baton up where it waits, sleeps or calls fp_sim_pause(); a
+ * generator, seeded by fp_sim_reset(), picks the next one among those that can run. Time stands still while a thread runs, and
+ * jumps to the earliest deadline if no thread can run. A thread that looks at clocks 10,000 times and does not wait sees 1 ms
+ * go by.
+ *
+ * A rank is a number from 0. Its threads are the one that the controller makes after fp_sim_spawn(), and each thread that a
+ * thread of the rank makes. A rank has a process number of its own, and a place in /proc.
+ *
+ * The controller is a thread that belongs to no rank: it calls reset, spawn, run and the functions that read. All others are
+ * called by threads of ranks, without the GIL. Nothing here allocates after fp_sim_reset(). */
+#ifndef FLATPARAM_SIMULATION_SEAMS_H
+#define FLATPARAM_SIMULATION_SEAMS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    FP_SIM_ENDED = 0,    /* each rank has ended, or was killed */
+    FP_SIM_STUCK = 1,    /* no thread can run, and none waits for a time */
+    FP_SIM_LATE = 2,     /* the virtual time has reached the limit */
+    FP_SIM_TOO_LONG = 3, /* the baton was handed over too often */
+};
+
+/* Forget all threads, and begin a run at virtual time 0. seed: of the generator. limit: virtual nanoseconds that the run may
+ * take. switches: the chance, of 256, that a thread that could go on hands over when it calls fp_sim_pause(). */
+void fp_sim_reset(uint64_t seed, int64_t limit, int switches);
+
+/* The next thread that this thread makes belongs to rank. It begins when fp_sim_run() is called. */
+void fp_sim_spawn(int rank);
+
+/* Run until all ranks have ended, or nothing goes on. Returns one of the values above. Threads that have not ended stay where
+ * they are for ever. */
+int fp_sim_run(void);
+
+/* The rank of this thread; -1: none. */
+int fp_sim_rank(void);
+
+/* Virtual nanoseconds since the run began. */
+int64_t fp_sim_now(void);
+
+/* Let another thread run, perhaps. */
+void fp_sim_pause(void);
+
+/* A number below n, from the generator of the run. */
+uint64_t fp_sim_random(uint64_t n);
+
+/* No thread of rank runs for so many virtual nanoseconds from now on: its process is stopped, or slow. */
+void fp_sim_freeze(int rank, int64_t nanoseconds);
+
+/* End rank: its threads stop for ever, and its process is gone from /proc. If it is the rank of this thread, this does not
+ * return. What the rank holds is not released. */
+void fp_sim_end(int rank);
+
+/* Whether rank has ended. */
+int fp_sim_has_ended(int rank);
+
+/* The next PyErr_CheckSignals() of the rank's first thread raises KeyboardInterrupt. */
+void fp_sim_interrupt(int rank);
+
+/* A digest of the order in which threads had the baton, and when: equal for equal runs. */
+uint64_t fp_sim_digest(void);
+
+/* How often the baton was handed over. */
+int64_t fp_sim_steps(void);
+
+/* The process number of a rank. */
+int fp_sim_process(int rank);
+
+/* What thread i waits for, as text in static storage; NULL: there is no thread i. */
+const char *fp_sim_state(int i);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
