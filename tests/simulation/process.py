@@ -132,7 +132,8 @@ def _load(library: str) -> None:
     from importlib import util
 
     spec = util.spec_from_file_location("_simulated_world", library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     sys.modules["_simulated_world"] = module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
