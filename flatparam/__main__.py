@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 from flatparam._version import __version__
@@ -35,7 +37,25 @@ def usage() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that ``arguments`` begin with; returns the exit status."""
+    """Run the command that ``arguments`` begin with. Returns: the exit status.
+
+    If the reader of its output has ended, as ``head`` does, the command ends too, quietly. ``run`` leaves that to its
+    script.
+    """
+    if arguments[:1] == ["run"]:
+        return command(arguments)
+    try:
+        try:
+            return command(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes at its end, too
+        return 128 + signal.SIGPIPE
+
+
+def command(arguments: list[str]) -> int:
+    """Do the work of ``main``."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage())
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.parsing import Parser
-from ..common.tables import aligned, human, many, merged, one_name_of, without_numbers
+from ..common.tables import aligned, human, in_order, many, merged, one_name_of, without_numbers
 from ..fsdp.errors import FileError
 from ..fsdp.names import printable
 from ..fsdp.states.safetensors_files import DTYPES
@@ -61,6 +61,10 @@ def show(path: Path, trusted: bool, every: bool = False) -> str:
     return printable("\n".join(lines))
 
 
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.3f}"
+
+
 def of_index(index: Index, every: bool) -> list[str]:
     """Return the lines about a checkpoint of flatparam: ranks, versions, optimizers, base and units."""
     about = ", ".join(f"{key} {index.about[key]}" for key in ("flatparam", "torch"))
@@ -73,7 +77,7 @@ def of_index(index: Index, every: bool) -> list[str]:
     base = index.about.get("base")
     if base is not None:
         lines.append(f"trained parameters alone: needs a base of {many(len(base), 'parameter')}, which is not in it")
-        of_base = [(name, dtype, str(shape)) for name, (dtype, shape, _) in base.items()]
+        of_base = [(name, base[name][0], str(base[name][1])) for name in sorted(base, key=in_order)]
         lines += ["", aligned([("base", "tensors", "dtype", "shape"), *merged(of_base, every)], 1, 1)]
     if index.units:
         rows = [
@@ -89,12 +93,12 @@ def of_index(index: Index, every: bool) -> list[str]:
 
 
 def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -> str:
-    """Return a table of tensors: name, count, dtype, shape, bytes, and the number of boxes and files."""
+    """Return a table of tensors by name: count, dtype, shape, size, and the number of boxes and files."""
     groups: dict[tuple[Any, ...], list[tuple[str, list[Chunk]]]] = {}
-    for folder, name, chunks in tensors:
+    for folder, name, chunks in sorted(tensors, key=lambda tensor: (tensor[0], in_order(tensor[1]))):
         kind = name if every else without_numbers(name)
         groups.setdefault((folder, kind, chunks[0].dtype, chunks[0].shape), []).append((name, chunks))
-    rows = [("tensors", "", "count", "dtype", "shape", "bytes", "boxes", "files")]
+    rows = [("tensors", "", "count", "dtype", "shape", "MiB", "boxes", "files")]
     sizes, all_boxes, files = [], 0, set()
     for (folder, _, dtype, shape), members in groups.items():
         boxes = [chunk for _, chunks in members for chunk in chunks]
@@ -102,12 +106,12 @@ def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -
         known = DTYPES.get(dtype)
         size = 0 if known is None else len(members) * math.prod(shape) * known.itemsize
         name = one_name_of([name for name, _ in members])
-        counts = (human(size), f"{len(boxes):,}", f"{len(here):,}")
+        counts = (mib(size), f"{len(boxes):,}", f"{len(here):,}")
         rows.append((folder, name, f"{len(members):,}", dtype, str(list(shape)), *counts))
         sizes.append(size)
         all_boxes += len(boxes)
         files |= here
-    total = (f"{len(tensors):,}", "", "", human(sum(sizes)), f"{all_boxes:,}", f"{len(files):,}")
+    total = (f"{len(tensors):,}", "", "", mib(sum(sizes)), f"{all_boxes:,}", f"{len(files):,}")
     return aligned([*rows, ("total", "", *total)], 2, 1, 1)
 
 

@@ -41,6 +41,11 @@ def without_numbers(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def in_order(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts names by their parts, and parts that are numbers by their value: 2 before 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 def one_name_of(names: Sequence[str]) -> str:
     """Return one name for all ``names``, which are equal ``without_numbers``: ``blocks.{0..23}.weight``.
 

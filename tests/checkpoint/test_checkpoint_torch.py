@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import Odd, adam, differing, full_state, train, wrapped
 from fsdp_models import Model, make, wrap_blocks
 from gloo import fake_world, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -317,6 +317,19 @@ def test_commands_show_verify_and_export(tmp_path):
     assert f"{damaged}: is damaged" in done.stderr
     assert command("show", tmp_path / "nowhere")[0] == 1
     assert command("look")[0] == 2
+
+
+def test_show_sorts_by_name_and_has_sizes_in_mib(tmp_path):
+    names = ("b.10.w", "z", "b.2.w", "a.w", "b.2.v")
+    save_file({name: torch.ones(2**17 + i) for i, name in enumerate(names)}, tmp_path / "one.safetensors")
+    _, out, _ = command("show", tmp_path / "one.safetensors", "--all")
+    rows = [line.split() for line in out.splitlines()]
+    found = [(row[1], row[-3]) for row in rows if row[:1] == ["model"]]
+    assert [name for name, _ in found] == ["a.w", "b.2.v", "b.2.w", "b.10.w", "z"]
+    sizes = {name: 4 * (2**17 + i) for i, name in enumerate(names)}
+    assert found == [(name, f"{sizes[name] / 2**20:.3f}") for name, _ in found]
+    assert rows[-1] == ["total", "5", f"{sum(sizes.values()) / 2**20:.3f}", "5", "1"]
+    assert [row[-3] for row in rows if row[:1] == ["tensors"]] == ["MiB"]
 
 
 def test_commands_name_their_own_options(tmp_path):
