@@ -343,7 +343,8 @@ Board::gone(int rank, const std::string &why)
     return found == now.end() || !found->second.ends_with(finished)
                ? why
                : "rank " + std::to_string(rank) +
-                     " has finished, and comes to no collective any more: has it fewer batches than the others?";
+                     " has finished, and comes to no collective any more: it may have had fewer batches than the "
+                     "others, or left out a call that all ranks must make";
 }
 
 int

@@ -141,7 +141,11 @@ LOST = {
     ("dies", 1, "DETAIL"): KILLED,
     ("dies before its first unit", 1, "OFF"): KILLED,
     ("dies before its first unit", 1, "DETAIL"): KILLED,
-    ("has finished", 1, "OFF"): r"rank 1 has finished, .*has it fewer batches than the others\?",
+    (
+        "has finished",
+        1,
+        "OFF",
+    ): r"rank 1 has finished, .*: it may have had fewer batches than the others, or left out a call",
     ("dies", 0, "OFF"): "the store of the process group cannot be reached any more",
     ("stops", 1, "OFF"): STOPPED,
     ("stops before its first unit", 1, "OFF"): STOPPED,
