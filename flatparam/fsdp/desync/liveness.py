@@ -7,6 +7,17 @@ counts as alive.
 
 Each wait of ``desync`` and of checkpoints asks ``board()``. The module owns the health boards, one for each world, and
 the hooks at the end of a process (``sys.excepthook``, ``atexit``, ``multiprocessing``). It does not know collectives.
+
+A process may have several worlds at once: its ranks are then threads, as in tests. ``end_rank()`` ends the part of one.
+
+| state | belongs to | because |
+|---|---|---|
+| the board, whether it has finished, its watches, its generation | a world | A rank has each of them in each world. |
+| ``_here.life`` | the rank whose worlds this thread makes | A rank may have one world after another. |
+| ``_here.is_inside`` | a thread | A thread is inside of its own call of ``sys.excepthook``. |
+| the hooks, ``_children``, the exit status | the process | It has one ``sys.excepthook``, and it ends once. |
+
+The hooks end the worlds whose boards were made under the present process number: a forked child ends none of them.
 """
 
 import atexit
@@ -47,19 +58,21 @@ class HealthBoard:
     """
 
     def __init__(self, world: dist.ProcessGroup, beat: float, own: bool):
-        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        self.rank, self._size = world.rank(), world.size()
         self.native = _C.HealthBoard(world.group_name, "flatparam board", beat, own)
         self.beat = beat
+        self.store, self.life, self.process = store_of_world(), _here.life, os.getpid()
+        self.has_finished = False
         self._is_joined = self._is_member = False
 
     @reaching()
-    def join(self) -> None:
+    def join(self, generation: str) -> None:
         """Use the keys of this world from now on. All ranks that use the board call this, in each world.
 
         A board that is not joined answers calls, but must not post: its keys would have no generation.
         """
         if not self._is_joined:
-            self.native.join(generation_of_world())
+            self.native.join(generation)
             self._is_joined = True
 
     @reaching()
@@ -78,6 +91,12 @@ class HealthBoard:
             return  # these ranks use torch's runtime with the drop-in, where nobody reads
         readers = f"readers of {number}"
         wait_until(lambda: self.native.look(0.0, False) and self.native.number(readers) >= self._size - 1)
+
+    @reaching()
+    def finish(self) -> None:
+        """Say that this rank has finished: the others are told so if they wait for it when its process has ended."""
+        self.native.finish()
+        self.has_finished = True
 
     @reaching()
     def find_dead(
@@ -139,16 +158,31 @@ def _process_began() -> float:
     return _clock()
 
 
-# When this process, or after a destroyed world the next one, began: signs of life from before belong to another world.
-# It is not the time of the import, as other ranks may have imported flatparam, and appeared, sooner
-_since = _process_began()
+class _Life:
+    """The worlds of one rank, one after another."""
+
+    def __init__(self) -> None:
+        # When its process, or after a destroyed world the next one, began: signs of life from before belong to another
+        # world. It is not the time of the import, as other ranks may have imported flatparam, and appeared, sooner
+        self.since = _process_began()
+
+
+class _Here(threading.local):
+    """The state of this thread."""
+
+    def __init__(self) -> None:
+        self.life = _Life()  # of the rank whose worlds this thread makes; another thread may destroy them
+        self.is_inside = False  # one of our hooks in sys.excepthook: another of ours, below another library's, is quiet
+
+
+_here = _Here()
 
 
 def board() -> HealthBoard | None:
     """Return the world's board, joined; None: there are no other processes, or their group has no store in C++."""
     ours = _appeared()
     if ours is not None:
-        ours.join()
+        ours.join(generation_of_world())
     return ours
 
 
@@ -169,7 +203,7 @@ def _made(world: dist.ProcessGroup) -> HealthBoard | None:
         with reaching():
             ours = HealthBoard(world, beat, own=True)
             watching_worlds.hold(ours)
-            ours.native.appear(_since)
+            ours.native.appear(ours.life.since)
         return ours
     except OrderError:
         raise
@@ -189,8 +223,12 @@ def enter() -> None:
 def generation_of_world() -> str:
     """Return the world's generation, the same on all ranks: each counts in the store how often it had a world."""
     world: Any = dist.group.WORLD
+    return _generation_of(world, store_of_world())
+
+
+def _generation_of(world: dist.ProcessGroup, store: Store) -> str:
     if world not in _lives:
-        _lives[world] = str(store_of_world().add(f"flatparam/worlds of {dist.get_rank()}", 1))
+        _lives[world] = str(store.add(f"flatparam/worlds of {world.rank()}", 1))
     return _lives[world]
 
 
@@ -273,29 +311,55 @@ def _heartbeat() -> float:
 
 # How a rank ends
 
-_rank_process = os.getpid()  # a child that a rank forks has another id, and reports nothing
-_is_inside = False  # one of our hooks in sys.excepthook: another of ours, below another library's, reports nothing
+_process = os.getpid()  # a child that a rank forks has another id, and reports nothing
 
 
-def _ends_with(error: BaseException | None) -> None:
-    """Report ``error``, with which this process is about to end, once. Never raises: the user's error comes first."""
-    while isinstance(error, SystemExit):  # torch.multiprocessing.spawn exits in the handler of the user's error
-        error = (error.__cause__ or error.__context__) if error.code else None
-    if error is None or os.getpid() != _rank_process or getattr(error, "_flatparam_posted", False):
-        return
-    with contextlib.suppress(Exception):  # the user must see the first error, not one of the report
-        error._flatparam_posted = True  # type: ignore[attr-defined]
-        ours = ([one for one in list(_boards.values()) if one is not None] or [_board_at_end()])[-1]
-        ours.join()
-        ours.report(describe(error, ours.rank, "has ended"))
+def end_rank(world: dist.ProcessGroup, error: BaseException | None) -> None:
+    """Tell the other ranks of ``world`` that this rank ends: with ``error``, or finished. Each error is told once.
+
+    It has finished with None, and with a SystemExit of status 0. With another SystemExit it ends with the error in
+    whose handler that was raised; without one the other ranks find that its process has ended.
+    Never raises: the user's error comes first. The board still answers: see ``stop_answering``.
+    """
+    told = error
+    while isinstance(told, SystemExit):  # torch.multiprocessing.spawn exits in the handler of the user's error
+        told = (told.__cause__ or told.__context__) if told.code else None
+    with contextlib.suppress(Exception):  # the store may be gone
+        ours = _boards.get(world) or (None if told is None else _board_at_end(world))
+        if ours is None or ours.process != os.getpid():
+            return
+        if told is not None:
+            posted: set[str] = vars(told).setdefault("_flatparam_posted", set())
+            if world.group_name not in posted:
+                posted.add(world.group_name)
+                ours.join(_generation_of(world, ours.store))
+                ours.report(describe(told, ours.rank, "has ended"))
+        elif _is_success(error) and not ours.has_finished:
+            ours.finish()
 
 
-def _board_at_end() -> HealthBoard:
-    """Return a board for a rank that has built nothing, over the existing connection: no thread is started any more."""
-    world: Any = dist.group.WORLD
-    ours = HealthBoard(world, 0.0, own=False)
-    ours.join()
-    return ours
+def _board_at_end(world: dist.ProcessGroup) -> HealthBoard | None:
+    """Return a board for a world without one, over the existing connection: no thread is started any more."""
+    return HealthBoard(world, 0.0, own=False) if os.getpid() == _process and world is dist.group.WORLD else None
+
+
+def _end_worlds(error: BaseException | None) -> None:
+    """Call ``end_rank`` for each world of this process that it has not destroyed; without one for the last of all.
+
+    A world may be destroyed while an error is on its way; the other ranks may wait there for this one.
+    """
+    boards = [(world, _boards.get(world)) for world in (each() for each in _boards.keyrefs()) if world is not None]
+    ours = [(world, one.has_finished) for world, one in boards if one is not None and one.process == os.getpid()]
+    present: Any = dist.group.WORLD
+    if not ours and present is not None:
+        ours = [(present, False)]
+    for world in [world for world, has_finished in ours if not has_finished] or [world for world, _ in ours[-1:]]:
+        end_rank(world, error)
+
+
+def _is_success(error: object) -> bool:
+    """Whether a process that ends with ``error`` ends with status 0."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
 def describe(error: BaseException, rank: int, since: str) -> str:
@@ -339,11 +403,12 @@ def is_watching() -> bool:
 
 
 def stop_answering() -> None:
-    """Stop the threads of all boards and watches, before this process ends."""
-    for board in [*_boards.values(), *(one.board for one in _watching.values())]:
+    """Stop the threads of all boards and watches of this process, before it ends."""
+    watching = [(thread, one) for thread, one in list(_watching.items()) if one.board.process == os.getpid()]
+    for board in [*_boards.values(), *(one.board for _, one in watching)]:
         if board is not None:
-            board.native.stop()
-    for thread in list(_watching):
+            board.native.stop()  # does nothing in another process
+    for thread, _ in watching:
         thread.join(READING)  # a thread that takes the GIL after the interpreter's end would abort the process
 
 
@@ -356,12 +421,13 @@ def before_silence(call: Callable[[], object]) -> None:
     _children.calls.add(call)
 
 
-def _has_lost() -> bool:
-    """Whether values are lost and no call has raised an error for that: then the exit status must not be 0.
+def has_lost() -> bool:
+    """Whether values are lost in a world of this process and no call has raised an error for that.
 
-    Running threads are asked too: one may not have returned from its abort yet.
+    The exit status must not be 0 then. Running threads are asked too: one may not have returned from its abort yet.
     """
-    return any(one.has_lost() for one in [*_ended, *_watching.values()])
+    watches = [*_ended, *_watching.values()]
+    return any(one.has_lost() for one in watches if one.board.process == os.getpid())
 
 
 _reporting = Lifetime("from the first unit to the end of its world, if that has other processes")
@@ -372,34 +438,21 @@ def _report_after(before: Callable[..., Any]) -> Callable[..., Any]:
     """Report the error that ends a rank, after it is printed: the rank then waits until the others have read it."""
 
     def hook(kind: Any, error: BaseException, where: Any) -> None:
-        global _is_inside
-        is_inside, _is_inside = _is_inside, True
+        is_inside, _here.is_inside = _here.is_inside, True
         try:
             before(kind, error, where)
         finally:
-            _is_inside = is_inside
+            _here.is_inside = is_inside
         if not is_inside:
-            _ends_with(error)
+            _end_worlds(error)
 
     return hook
 
 
-def _finish(error: object = None) -> None:
-    """Say on each board that this rank has finished. Not with an ``error``, which ``_ends_with`` reports."""
-    if error is not None and not (isinstance(error, SystemExit) and not error.code):
-        return
-    for ours in list(_boards.values()):
-        if ours is not None and os.getpid() == _rank_process:
-            with contextlib.suppress(Exception):  # the store may be gone
-                ours.native.finish()
-
-
 def _at_exit() -> None:
-    error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
-    _ends_with(error)  # a rank without a model has no hook yet
-    _finish(error)
+    _end_worlds(getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None)  # no hook without a model
     stop_answering()
-    if _has_lost():
+    if has_lost():
         _C.set_exit_status(1)
 
 
@@ -411,11 +464,10 @@ class _Children:
         self.calls: set[Callable[[], object]] = set()  # made at the end, while its thread still answers
 
     def begin(self) -> None:
-        global _rank_process, _since
+        global _process
         if not dist.is_initialized():  # else a rank has forked this process, and it is no rank
-            _rank_process, _since = os.getpid(), _clock()
-            _watching.clear()
-            _ended.clear()
+            _process = os.getpid()
+            _here.life.since = _clock()
             self.join_in()
 
     def join_in(self) -> None:
@@ -426,15 +478,16 @@ class _Children:
             multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after other libraries'
 
     def _end(self) -> None:
-        _ends_with(sys.exc_info()[1])  # first, since the calls may wait, and the others should not wait with them
+        error = sys.exc_info()[1]
+        if not _is_success(error):  # first, since the calls may wait, and the others should not wait with them
+            _end_worlds(error)
         for call in self.calls:
             call()
-        _finish(sys.exc_info()[1])
+        _end_worlds(error)
         stop_answering()
 
     def _end_with_status(self) -> None:
-        error = sys.exc_info()[1]
-        if _has_lost() and (error is None or (isinstance(error, SystemExit) and not error.code)):
+        if has_lost() and _is_success(sys.exc_info()[1]):
             raise SystemExit(1)
 
 
@@ -479,10 +532,11 @@ def _watch_worlds(before: Callable[[Any], None]) -> Callable[[Any], None]:
     """Appear in each world of this process as soon as it is made. torch has no hook for that."""
 
     def update(pg: Any) -> None:
-        global _since
         if pg is None:
-            _finish()
-            _since = _clock()
+            world: Any = dist.group.WORLD
+            end_rank(world, None)
+            ours = _boards.get(world) if isinstance(world, dist.ProcessGroup) else None
+            (ours or _here).life.since = _clock()
         before(pg)
         if pg is not None and watching_worlds.is_in_force:
             _appear()

@@ -133,7 +133,7 @@ def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before()
     before = clock()
     program = (
         "import time; now = time.clock_gettime(time.CLOCK_BOOTTIME); time.sleep(0.2)\n"
-        "from flatparam.fsdp.desync import liveness; print(now, liveness._since)"
+        "from flatparam.fsdp.desync import liveness; print(now, liveness._here.life.since)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -252,7 +252,7 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
 
 def test_an_error_is_posted_whatever_its_message_has(told):
     board = liveness.HealthBoard(dist.group.WORLD, 0.0, own=True)
-    board.join()
+    board.join(liveness.generation_of_world())
     board.report("batch \udcff\0 is bad: ä")
     there = dist.PrefixStore(
         f"flatparam board/{liveness.generation_of_world()}", dist.distributed_c10d._get_default_store()
