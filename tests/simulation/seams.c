@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/select.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
@@ -509,6 +510,18 @@ usleep(useconds_t microseconds)
 {
     const struct timespec time = {.tv_sec = microseconds / 1000000, .tv_nsec = microseconds % 1000000 * 1000L};
     return nanosleep(&time, NULL);
+}
+
+/* Python 3.10 sleeps by it. */
+int
+select(int n, fd_set *restrict in, fd_set *restrict out, fd_set *restrict failed, struct timeval *restrict time)
+{
+    REAL(select)
+    if (!is_simulated() || n != 0 || time == NULL) {
+        return real(n, in, out, failed, time);
+    }
+    const struct timespec same = {.tv_sec = time->tv_sec, .tv_nsec = time->tv_usec * 1000L};
+    return clock_nanosleep(CLOCK_MONOTONIC, 0, &same, NULL);
 }
 
 int

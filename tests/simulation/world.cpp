@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -64,13 +65,15 @@ struct Message {
 using Channel = std::tuple<int, int, int>; // source, destination, tag
 
 struct Group {
+    std::condition_variable changed; // with the lock of the universe
     int size = 0;
     std::map<int, int> world_ranks;         // of the members that have come, by the rank in the group
     std::vector<uint64_t> counts;           // collectives that each rank has begun
     std::map<uint64_t, Collective> pending; // by number
     std::map<Channel, std::deque<Message>> sends, receives;
-    std::set<c10::intrusive_ptr<Work>> works; // that have not ended
-    std::map<int, std::string> closed;        // ranks whose connections are closed, and why they see it
+    std::set<c10::intrusive_ptr<Work>> works;                    // that have not ended
+    Clock::time_point first_deadline = Clock::time_point::max(); // of pending works, or an earlier time
+    std::map<int, std::string> closed; // ranks whose connections are closed, and why they see it
 };
 
 struct Universe {
@@ -190,7 +193,13 @@ class Store : public c10d::Store {
     void wait(const std::vector<std::string> &keys, const Milliseconds &timeout) override
     {
         auto held = ask();
-        const auto has_come = [&] { return all_->store_is_gone || has(keys); };
+        size_t n = 0; /* of the keys that are there: many ranks wait for many keys */
+        const auto has_come = [&] {
+            while (n < keys.size() && all_->values.count(common(keys[n])) != 0) {
+                n++;
+            }
+            return all_->store_is_gone || n == keys.size();
+        };
         if (timeout == kNoTimeout) {
             all_->changed.wait(held, has_come);
         }
@@ -305,11 +314,7 @@ class Work : public c10d::Work {
                 if (Clock::now() >= last) {
                     throw std::runtime_error("Operation timed out!"); /* torch's Work::wait() */
                 }
-                Clock::time_point until = std::min(last, ends_at_.value_or(Clock::time_point::max()));
-                for (const auto &work : group_->works) {
-                    until = std::min(until, work->ends_at_.value_or(work->deadline));
-                }
-                all_->changed.wait_until(held, until);
+                group_->changed.wait_until(held, std::min(last, ends_at_.value_or(group_->first_deadline)));
             }
         }
         if (error_) {
@@ -360,8 +365,6 @@ class Work : public c10d::Work {
     const int peer; // the only other rank that it waits for; -1: all
 
   private:
-    friend void bring_group_up_to_date(Group &group);
-
     void end()
     {
         has_ended_ = true;
@@ -407,29 +410,42 @@ close(Group &group, int member)
             work->fail(group.closed[member]);
         }
     }
+    group.changed.notify_all();
 }
 
+// Fail the works whose time is over; the rank of such a work closes its connections.
 void
-bring_group_up_to_date(Group &group)
+expire(Group &group)
 {
     const Clock::time_point now = Clock::now();
+    if (now < group.first_deadline) {
+        return;
+    }
     for (const auto &work : std::vector<c10::intrusive_ptr<Work>>(group.works.begin(), group.works.end())) {
         if (work->is_pending() && work->deadline <= now) {
             work->fail("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting " +
                        std::to_string(work->timeout.count()) + "ms for recv operation to complete");
             close(group, work->rank);
         }
-        else if (work->ends_at_ && *work->ends_at_ <= now && !work->has_ended_) {
-            work->end();
+    }
+    group.first_deadline = Clock::time_point::max();
+    for (const auto &work : group.works) {
+        if (work->is_pending()) {
+            group.first_deadline = std::min(group.first_deadline, work->deadline);
         }
     }
-    std::erase_if(group.works, [](const auto &work) { return work->has_ended_; });
 }
 
 void
 Work::bring_up_to_date()
 {
-    bring_group_up_to_date(*group_);
+    expire(*group_);
+    if (ends_at_ && *ends_at_ <= Clock::now() && !has_ended_) {
+        end();
+    }
+    if (has_ended_) {
+        group_->works.erase(c10::intrusive_ptr<Work>::reclaim_copy(this));
+    }
 }
 
 // The same memory without autograd: writing to it makes no new version.
@@ -442,7 +458,13 @@ plain(const at::Tensor &tensor)
 void
 write_into(const at::Tensor &to, const at::Tensor &from)
 {
-    if (to.numel() != 0) {
+    if (to.numel() == 0) {
+        return;
+    }
+    if (to.is_contiguous() && from.is_contiguous() && to.nbytes() == from.nbytes()) {
+        std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
+    }
+    else {
         plain(to).copy_(plain(from).view(to.sizes()));
     }
 }
@@ -599,13 +621,15 @@ class Backend : public c10d::Backend {
             }
             group_ = group;
             group_->world_ranks[rank] = fp_sim_rank();
+            group_->changed.notify_all();
         }
-        std::vector<std::string> keys;
-        for (int i = 0; i < size; i++) {
-            keys.push_back(std::to_string(number) + " has come " + std::to_string(i));
+        store->set(std::to_string(number) + " has come " + std::to_string(rank), std::string("yes"));
+        std::unique_lock held(all_->lock);
+        const auto have_come = [&] { return static_cast<int>(group_->world_ranks.size()) == size; };
+        if (!group_->changed.wait_for(held, timeout, have_come)) {
+            C10_THROW_ERROR(DistStoreError, "wait timeout after " + std::to_string(timeout.count()) +
+                                                "ms, keys: " + std::to_string(number) + " has come");
         }
-        store->set(keys[static_cast<size_t>(rank)], std::string("yes"));
-        store->wait(keys, timeout);
     }
 
     ~Backend() override
@@ -639,7 +663,6 @@ class Backend : public c10d::Backend {
     {
         const std::lock_guard held(all_->lock);
         close(*group_, rank_);
-        all_->changed.notify_all();
     }
 
     void abort() override
@@ -809,7 +832,11 @@ class Backend : public c10d::Backend {
     {
         const Milliseconds patience = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
         const auto work = c10::make_intrusive<Work>(all_, group_, rank_, type, outputs, patience, number, peer);
+        if (group_->works.size() > 8 * group_->counts.size()) { /* works that nobody waits for */
+            std::erase_if(group_->works, [](const auto &each) { return !each->is_pending() && each.use_count() == 1; });
+        }
         group_->works.insert(work);
+        group_->first_deadline = std::min(group_->first_deadline, work->deadline);
         return work;
     }
 
@@ -820,7 +847,7 @@ class Backend : public c10d::Backend {
         TORCH_CHECK(reduction != c10d::ReduceOp::AVG, "Cannot use ReduceOp.AVG with Gloo");
         pause();
         const std::lock_guard held(all_->lock);
-        bring_group_up_to_date(*group_);
+        expire(*group_);
         const uint64_t number = group_->counts[static_cast<size_t>(rank_)]++;
         const auto work = work_of(type, outputs, timeout, number);
         if (!group_->closed.empty()) {
@@ -841,7 +868,7 @@ class Backend : public c10d::Backend {
                 part.work->end_soon();
             }
             group_->pending.erase(number);
-            all_->changed.notify_all();
+            group_->changed.notify_all();
         }
         return work;
     }
@@ -850,7 +877,7 @@ class Backend : public c10d::Backend {
     {
         pause();
         const std::lock_guard held(all_->lock);
-        bring_group_up_to_date(*group_);
+        expire(*group_);
         const at::AutoDispatchBelowADInplaceOrView below;
         const bool is_send = type == OpType::SEND;
         const auto work = work_of(type, {tensor}, c10d::kUnsetTimeout, 0, other);
@@ -869,7 +896,7 @@ class Backend : public c10d::Backend {
         write_into(is_send ? there.tensor : tensor, is_send ? tensor : there.tensor);
         work->end_soon();
         there.work->end_soon();
-        all_->changed.notify_all();
+        group_->changed.notify_all();
         return work;
     }
 
