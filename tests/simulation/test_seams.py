@@ -1,4 +1,4 @@
-"""Threads of simulated ranks in each Python that is here: waits end in virtual time, and a seed gives the same run again."""
+"""Threads of simulated ranks in each Python that is here: waits end in virtual time, and a seed gives a run again."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ``test_seams.py`` runs in each Python, with ``seams.c`` preloaded: two ranks that sleep, and wait for each other."""
+"""The program of ``test_seams.py``, with ``seams.c`` preloaded: two ranks that sleep, and wait for each other."""
 
 import _thread
 import ctypes
