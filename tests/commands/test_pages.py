@@ -1,8 +1,8 @@
-"""The programs of the quickstart and of the how-to pages run as they stand; each page says whom it is for.
+"""The code blocks of the pages run as they stand, twice; each page says whom it is for.
 
 Promises:
-- each program of the quickstart and of the how-to pages runs on two gloo ranks, with its own imports
-- the quickstart's model learns
+- each Python block of README.md and docs/ runs with its own imports, on two gloo ranks if it trains, and runs again
+- the quickstart's model learns, and goes on where it ended on another number of ranks
 - each link between pages, and to a heading of a page, has its target
 """
 
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,46 @@ DOCS = ROOT / "docs"
 GUIDES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
 PAGES = sorted({*DOCS.glob("*.md"), *GUIDES})
 
+IN_OTHER_TESTS = {  # (page, number of the block): the test that runs it as it stands
+    ("README", 0): "tests/packaging/test_readme.py",
+    ("layerzero", 1): "tests/support/layer_zero_driver.py",
+    ("migrating", 1): "tests/fsdp/wrapper/test_migrating.py",
+    ("migrating", 2): "tests/fsdp/wrapper/test_migrating.py",
+}
+MY_TRAINING = """
+import torch
+from torch import nn
+
+from flatparam import FullyShardedDataParallel
+
+class Block(nn.Linear):
+    pass
+
+def Transformer():
+    return nn.Sequential(Block(8, 8), Block(8, 8))
+
+def loss(model, batch):
+    return model(batch).float().square().mean()
+
+torch.distributed.init_process_group()
+torch.manual_seed(0)
+steps = [[torch.randn(4, 8) for _ in range(2)] for _ in range(2)]
+model, torch_model = FullyShardedDataParallel(Transformer(), use_orig_params=True), Transformer()
+optimizer, torch_optimizer = (torch.optim.AdamW(one.parameters()) for one in (model, torch_model))
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+scaler = torch.amp.GradScaler("cpu")
+loss(model, steps[0][0]).backward()
+optimizer.step()
+"""  # what readers have themselves: a block says what it takes from there
+
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in found]
 
 
 def is_program(block):
     return "init_process_group()" in block
-
-
-PROGRAMS = {
-    f"{page.stem}-{number}": block for page in GUIDES for number, block in enumerate(filter(is_program, blocks(page)))
-}
 
 
 def headings(page):
@@ -39,9 +68,12 @@ def headings(page):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def run(folder, program):
-    (folder / "train.py").write_text(program)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+def run(folder, program, ranks=2):
+    """Run a block in ``folder``, as train.py under torchrun if it is for several ranks."""
+    name = "train.py" if is_program(program) else "other.py"
+    (folder / name).write_text(program)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*(launcher if is_program(program) or "from my_training import" in program else []), name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
@@ -53,20 +85,38 @@ def test_each_guide_has_a_program():
     assert not [page.name for page in GUIDES if not any(map(is_program, blocks(page)))]
 
 
+def test_the_blocks_that_other_tests_run_are_there():
+    for (page, number), test in IN_OTHER_TESTS.items():
+        [file] = [file for file in [ROOT / "README.md", *PAGES] if file.stem == page]
+        assert len(blocks(file)) > number
+        assert file.name in (ROOT / test).read_text()
+
+
 @pytest.mark.multiprocess
-def test_the_quickstart_learns(tmp_path):
-    said = run(tmp_path, PROGRAMS["quickstart-0"])
-    for rank in (0, 1):
-        losses = [float(loss) for loss in re.findall(rf"rank {rank}, step \d+: loss ([\d.]+)", said)]
-        assert len(losses) == 20
-        assert losses[-1] < 0.7 * losses[0]
+def test_the_quickstart_learns_and_resumes(tmp_path):
+    program = blocks(DOCS / "quickstart.md")[0]
+    losses = []
+    for ranks in (2, 3):
+        said = run(tmp_path, program, ranks)
+        for rank in range(ranks):
+            losses.append([float(loss) for loss in re.findall(rf"rank {rank}, step \d+: loss ([\d.]+)", said)])
+            assert len(losses[-1]) == 20
+    assert all(found[-1] < 0.7 * found[0] for found in losses[:2])
+    assert all(found[0] < 1.1 * losses[0][-1] for found in losses[2:])
+
+
+WITH_BLOCKS = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"quickstart-0"}))
-def test_the_program_of_a_guide_runs(name, tmp_path):
-    run(tmp_path, PROGRAMS[name])
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_twice(page, tmp_path):
+    (tmp_path / "my_training.py").write_text(MY_TRAINING)
+    for _ in range(2):
+        for number, block in enumerate(blocks(page)):
+            if (page.stem, number) not in IN_OTHER_TESTS:
+                run(tmp_path, block)
 
 
 OF_MAINTAINERS = {"patches", "releasing", "targets"}  # which say so in their first sentence, or are made by a tool

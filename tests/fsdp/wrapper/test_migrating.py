@@ -4,6 +4,8 @@ import itertools
 import os
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -26,15 +28,10 @@ def program(number, folder):
     if dist.get_rank() == 0:
         save_file(make().state_dict(), "weights.safetensors")
     dist.barrier()
-    scope = {
-        "torch": torch,
-        "Transformer": make,
-        "Block": Block,
-        "batches": [data(i) for i in range(3)],
-        "loss": loss_of,
-    }
-    if number == 2:
-        scope["Transformer"] = Model
+    yours = sys.modules["my_training"] = types.ModuleType("my_training")
+    yours.Transformer = Model if number == 2 else make
+    yours.Block, yours.batches, yours.loss = Block, [data(i) for i in range(3)], loss_of
+    scope = {}
     exec(PROGRAMS[number], scope)
     dist.barrier()
     return scope
