@@ -2,7 +2,8 @@
 
 Promises:
 - each text of the page is a message of the source, so that a search for the words of an error finds its row
-- each exception class has a section; each warning, and each message of the classes that users meet most, has a row
+- each exception class has a section; each warning, and each error that Python code raises, has a row, which may stand
+  for several of one cause
 """
 
 import ast
@@ -11,12 +12,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-ROWS = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)  # "…" stands for what differs
+CELLS = re.findall(r"^\| (`[^|]+`) \|", PAGE, re.MULTILINE)  # the first of each row
+ROWS = [text for cell in CELLS for text in re.findall("`([^`]+)`", cell)]  # "…" stands for what differs
+OF_ONE_FORM = re.findall("`([^`]+)`", PAGE.partition("## Messages of one form")[2].partition("\n## ")[0])
 TREES = {
     file: ast.parse(file.read_text()) for file in sorted((ROOT / "flatparam").rglob("*.py")) if file.name[0] != "_C"
 }
 CALLS = {"StateError", "OrderError", "StoreGoneError", "DeviceError", "WritebackError", "ShardError"}
 CALLS |= {"warn", "warn_user", "warn_here", "_break", "_break_without"}
+CALLS |= {
+    "CheckpointError",
+    "FileError",
+    "ValueError",
+    "TypeError",
+    "RuntimeError",
+    "KeyError",
+    "ImportError",
+    "OSError",
+}
+OF_COMMANDS = {"advise", "commands", "inspect"}  # their messages name the option that was given wrong
 C_STRING = r'"(?:[^"\\\n]|\\.)*"'
 
 
@@ -62,7 +76,8 @@ def test_each_text_is_a_message_of_the_source():
 
 
 def test_each_text_says_enough_to_be_found():
-    short = [row for row in ROWS if max(len(part.split()) for part in row.split("…")) < 3]
+    named = [row for row in ROWS if row not in OF_ONE_FORM]
+    short = [row for row in named if max(len(part.split()) for part in row.split("…")) < 3]
     assert not short
     assert len(set(ROWS)) == len(ROWS)
 
@@ -79,9 +94,11 @@ def test_each_class_has_a_section():
     assert not {name for name in classes | {"StateError", "ShardError"} if name not in headings}
 
 
-def test_each_warning_and_each_message_of_the_common_classes_has_a_row():
+def test_each_warning_and_each_error_has_a_row():
     lacking = []
     for file, tree in TREES.items():
+        if file.relative_to(ROOT / "flatparam").parts[0] in OF_COMMANDS:
+            continue
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = ast.unparse(call.func).rpartition(".")[2]
             text = words(call.args[0]) if name in CALLS and call.args else ""
