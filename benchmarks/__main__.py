@@ -1,6 +1,6 @@
-"""``make bench``: every table in a process of its own, then a summary, JSON and a picture in build/bench.
+"""``make bench``: every table in a process of its own, then a summary, JSON and pictures in build/bench.
 
-A run of some tables (``--only``) leaves the others' JSON; picture and ``--docs`` take what is there.
+A run of some tables (``--only``) leaves the others' JSON; pictures and ``--docs`` take what is there.
 """
 
 import argparse
@@ -57,11 +57,12 @@ def main() -> int:
         print(f"   missed: {table.key}. {row.what}, {row.size}: {_told(row)}; target {row.target}")
     kept = [Table.load(out / f"{name}.json") for name in TABLES if (out / f"{name}.json").is_file()]
     by_key = {table.key: table for table in kept}  # also those of earlier runs
-    picture.draw(by_key, out / "performance.png")
+    drawn = picture.draw(by_key, out)
     if arguments.docs:
-        document.write(by_key, machine, ROOT / "docs" / "performance.md", ROOT / "docs" / "targets.md")
-        picture.draw(by_key, ROOT / "docs" / "performance.png")
-    print(f"== {out}/*.json, {out}/performance.png")
+        page = ROOT / "docs" / "performance.md"
+        document.write(by_key, machine, page, ROOT / "docs" / "targets.md")
+        picture.draw(document.read(page), page.parent)
+    print(f"== {out}/*.json, {', '.join(map(str, drawn))}")
     return 0
 
 
@@ -70,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"some of: {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: about a minute")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the JSON files")
-    parser.add_argument("--docs", action="store_true", help="write tables and picture into docs/performance.* too")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs too")
     return parser.parse_args()
 
 

@@ -1,13 +1,18 @@
 """The tables as Markdown, each into its place in a page, between ``<!-- table KEY -->`` and ``<!-- end -->``.
 
 Users read docs/performance.md, without targets; maintainers read the targets, met and missed, in docs/targets.md.
+``read`` takes the figures out of a page again, to draw them.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.handles import OURS, TORCH
 from benchmarks.rows import Row, Table, cell, columns, number, verdict
+
+FIGURE = r"(-?[\d.]+(?:e[+-]?\d+)?)"
+CELL = re.compile(rf"{FIGURE} ?([^ =]*)(?: = {FIGURE}x \({FIGURE}-{FIGURE}\))?")  # of rows.cell()
 
 
 def write(tables: Mapping[str, Table], machine: Mapping[str, str], path: Path, targets: Path | None = None) -> None:
@@ -31,6 +36,29 @@ def _replace(parts: Mapping[str, list[str]], path: Path) -> None:
             raise SystemExit(f"benchmarks: {path} has no place for table {key}")
         text = before + start + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
     path.write_text(text)
+
+
+def read(path: Path) -> dict[str, Table]:
+    """Return the tables of a page, rounded as it shows them, without targets and facts. Table a is not read."""
+    tables = {}
+    for key, text in re.findall(r"<!-- table (\w+) -->\n(.*?)<!-- end -->", path.read_text(), re.DOTALL):
+        head, *lines = [
+            [part.strip() for part in line[1:-1].split("|")] for line in text.splitlines() if line[0] == "|"
+        ] or [[]]
+        tables[key] = Table(key, "", "", [row for row in (_row(head, line) for line in lines) if row.values])
+    return tables
+
+
+def _row(head: list[str], line: list[str]) -> Row:
+    row = Row(line[0], line[1], "", "", {}, {})
+    for name, text in zip(head[2:], line[2:], strict=True):
+        if found := CELL.fullmatch(text):
+            value, row.unit, *ratio = found.groups()
+            row.values[name] = float(value)
+            if ratio[0]:
+                middle, least, most = map(float, ratio)
+                row.ratios[name] = (middle, least, most)
+    return row
 
 
 def markdown(table: Table, targets: bool) -> list[str]:

@@ -28,8 +28,6 @@ from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 
 if find_spec("matplotlib") is not None:  # a machine with a GPU may have no network
-    from matplotlib.figure import Figure
-
     from benchmarks import picture
 
 ROOT = Path(__file__).parents[1]
@@ -328,23 +326,14 @@ def _step(model: nn.Module, x: Tensor, device: torch.device) -> float:
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
-    """A panel of packing rates, and one of steps beside the bare module's."""
+    """Draw the steps beside the bare module's."""
     if find_spec("matplotlib") is None:
         print(f"no {path.name}: matplotlib is not installed")
         return
-    figure = Figure(figsize=(11.0, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    rows = tables["kernels"].rows
-    for name in rows[0].values:
-        # a label that begins with _ is not shown
-        left.plot([row.size for row in rows], [row.values[name] for row in rows], ".-", label=name.lstrip("_"))
-    left.legend(fontsize=picture.LABEL)
-    left.set(title="packing (GB/s)", ylim=0)
-    rows = tables["step"].rows
-    picture.over_bare(right, [row.size.replace(", ", "\n") for row in rows], rows)
-    right.set(title="forward + backward over the bare module (x)")
+    groups = {row.size.replace(", ", "\n"): picture.over_bare(row) for row in tables["step"].rows}
+    title = "Time of a training step on a GPU, times that of the unsharded module (dotted); shorter is better"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=100)
+    picture.save(picture.chart(title, "x", groups, over_bare=True), path)
 
 
 if __name__ == "__main__":

@@ -1,131 +1,144 @@
-"""The picture of docs/performance.md, of whatever tables were measured."""
+"""The pictures of README.md and docs/performance.md: one chart for each message, drawn from the tables.
 
-from collections.abc import Callable, Mapping
+``python -m benchmarks.picture`` draws them anew from the figures that the page holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import colormaps
-from matplotlib.axes import Axes
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
-from benchmarks.contestants import (
-    BARE,
-    CALLS,
-    DDP,
-    FSDP1,
-    FSDP1_FLAT,
-    FSDP2,
-    OURS,
-    OURS_FLAT,
-    REPLICATED,
-    RUNTIME,
-    ZERO_1,
-)
-from benchmarks.handles import OURS as OUR_HANDLE
-from benchmarks.handles import TORCH, UNSAFE
-from benchmarks.rows import Row, Table
+from benchmarks.contestants import CALLS, DDP, FSDP1, FSDP2, OURS, RUNTIME
+from benchmarks.document import read
+from benchmarks.rows import Row, Table, number
 
-COLOURS = {
-    BARE: "#b0b0b0",
-    CALLS: "#8c8c8c",
-    DDP: "#777777",
-    FSDP1: "#e08a1e",
-    FSDP1_FLAT: "#f2c27d",
-    FSDP2: "#b5533c",
-    OURS: "#1f6fb4",
-    OURS_FLAT: "#7fb0dc",
-    RUNTIME: "#12406b",
-    REPLICATED: "#3f7d5c",
-    ZERO_1: "#7fbf9d",
-    TORCH: "#e08a1e",
-    UNSAFE: "#f2c27d",
-    OUR_HANDLE: "#1f6fb4",
+SERIES = {  # contestant -> (label, colour), from the top of a group
+    "flatparam": ("flatparam", "#12406b"),
+    RUNTIME: ("flatparam's runtime", "#12406b"),
+    OURS: ("flatparam under torch's FSDP1", "#5b9bd5"),
+    FSDP1: ("FSDP1", "#e08a1e"),
+    "FSDP1 + DCP": ("FSDP1 with torch's distributed checkpoint", "#e08a1e"),
+    FSDP2: ("FSDP2", "#b5533c"),
+    "FSDP2 + DCP": ("FSDP2 with torch's distributed checkpoint", "#b5533c"),
+    CALLS: ("unsharded, with the collectives", "#8c8c8c"),
+    DDP: ("DDP, which shards nothing", "#8c8c8c"),
+    "plain write": ("the same bytes as plain files", "#8c8c8c"),
 }
-WIDTHS = {"a": 1.0, "b": 1.1, "c": 0.8, "d": 0.8, "e": 1.3}  # of the panels
-LABEL = 7.5  # points
+WIDTH, BAR, GAP = 8.0, 0.21, 0.9  # inches; inches a bar; bars between groups
+SIZE = 9  # points
+COLOURS = 64  # of a file
 
 
-def draw(tables: Mapping[str, Table], path: Path) -> None:
-    """Write a PNG with a panel for each of the tables a to e that is there."""
-    panels: dict[str, Callable[[Axes, list[Row]], None]] = {
-        "a": _views,
-        "b": _steps,
-        "c": _peaks,
-        "d": _rates,
-        "e": _scaling,
-    }
-    there = [key for key in panels if key in tables and tables[key].rows]
-    if not there:
-        return
-    rows = [row for row in (["a", "b"], ["c", "d", "e"]) if set(row) & set(there)]
-    figure = Figure(figsize=(13.0, 4.2 * len(rows)), layout="constrained")
-    for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
-        keys = [key for key in row if key in there]
-        axes = part.subplots(1, len(keys), width_ratios=[WIDTHS[key] for key in keys], squeeze=False)[0]
-        for each, key in zip(axes, keys, strict=True):
-            panels[key](each, tables[key].rows)
-            each.tick_params(axis="y", labelsize=LABEL)
-            each.title.set_fontsize(10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=100)
+@dataclass(frozen=True)
+class Message:
+    """One picture. ``rows``: (table, name of the row, its size or "" for all, label of the group; {}: the size)."""
+
+    file: str
+    title: str
+    unit: str
+    rows: tuple[tuple[str, str, str, str], ...]
+    over_bare: bool = False  # ratios to the bare module in place of values
+
+    def groups(self, tables: Mapping[str, Table]) -> dict[str, Mapping[str, float]]:
+        """Return what is drawn of ``tables``; rows that were not measured are left out."""
+        return {
+            label.format(row.size): over_bare(row) if self.over_bare else row.values
+            for key, name, size, label in self.rows
+            for row in (tables[key].rows if key in tables else ())
+            if row.what == name and size in ("", row.size)
+        }
 
 
-def _bars(axes: Axes, groups: list[str], rows: list[dict[str, float]], names: list[str]) -> None:
-    width = 0.84 / len(names)
-    for i, name in enumerate(names):
-        places = [group + (i - (len(names) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar(places, [row.get(name, 0.0) for row in rows], width, color=COLOURS[name], label=name)
-    axes.set_xticks(range(len(groups)), groups, fontsize=LABEL)
-    axes.legend(fontsize=LABEL)
+MESSAGES = (
+    Message(
+        "host.png",
+        "CPU time of a training step, times that of the unsharded module (dotted); shorter is better",
+        "x",
+        (
+            ("k", "host time of a step", "of bare", "GPT-2\n(12 layers)"),
+            ("b", "fp32", "48 x 10", "48 units of\n10 short kernels"),
+        ),
+        over_bare=True,
+    ),
+    Message(
+        "wrapping.png",
+        "Memory that a process needs beside the module while it is wrapped; shorter is better",
+        " MiB",
+        (("c", "peak over base", "", "module\nof {}"),),
+    ),
+    Message(
+        "tokens.png",
+        "Tokens a second, training a small GPT on two CPU processes; longer is better",
+        "",
+        (("d", "tokens a second", "", ""),),
+    ),
+    Message(
+        "checkpoint.png",
+        "Seconds to save and load parameters and Adam's state, two CPU processes; shorter is better",
+        " s",
+        (("j", "save", "", "save\n{}"), ("j", "load", "", "load\n{}")),
+    ),
+)
 
 
-def _views(axes: Axes, rows: list[Row]) -> None:
-    most = max(int(row.facts["parameters"]) for row in rows if row.facts["parameters"] <= 400)
-    shown = [row for row in rows if (row.facts["parameters"], row.facts["world"], row.facts["orig"]) == (most, 8, True)]
-    shown = [row for row in shown if "views" in row.what or row.what == "writeback check"]
-    groups = [
-        row.what.replace(" views, ", "\nviews,\n").replace(" check", "\ncheck").replace("after ", "after\n")
-        for row in shown
-    ]
-    _bars(axes, groups, [row.values for row in shown], [TORCH, UNSAFE, OUR_HANDLE])
-    axes.set(title=f"a. one parameter of {most} (us, lower is better)", yscale="log")
+def draw(tables: Mapping[str, Table], folder: Path) -> list[Path]:
+    """Write a PNG for each message that ``tables`` has rows for. Returns: the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for message in MESSAGES:
+        if groups := message.groups(tables):
+            written.append(folder / message.file)
+            save(chart(message.title, message.unit, groups, over_bare=message.over_bare), written[-1])
+    return written
 
 
-def over_bare(axes: Axes, groups: list[str], rows: list[Row]) -> None:
-    """The ratios of each row to the bare module, a group of bars."""
-    names = [name for name in COLOURS if name in rows[0].ratios]
-    ratios = [{name: ratio[0] for name, ratio in row.ratios.items()} for row in rows]
-    _bars(axes, groups, ratios, names)
-    axes.axhline(1.0, color=COLOURS[BARE], lw=1)
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG as wide as README's text. Few colours keep it small: the repository holds it."""
+    figure.set_dpi(100)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
-def _steps(axes: Axes, rows: list[Row]) -> None:
-    over_bare(axes, [f"{row.what.replace(', ', chr(10))}\n{row.size}" for row in rows], rows)
-    axes.set(title="b. forward + backward over the bare module (x)")
+def over_bare(row: Row) -> dict[str, float]:
+    """The ratios of a row to the bare module."""
+    return {name: ratio[0] for name, ratio in row.ratios.items()}
 
 
-def _peaks(axes: Axes, rows: list[Row]) -> None:
-    shown = [row for row in rows if row.unit == "MiB"]
-    names = [name for name in COLOURS if name in shown[0].values]
-    _bars(axes, [row.size for row in shown], [row.values for row in shown], names)
-    for group, row in enumerate(shown):
-        axes.plot([group - 0.45, group + 0.45], [row.facts["allowed"]] * 2, "k--", lw=1)
-    axes.set(title="c. wrapping: peak (MiB; - -: target)")
+def chart(title: str, unit: str, groups: Mapping[str, Mapping[str, float]], over_bare: bool = False) -> Figure:
+    """Groups of horizontal bars, each with its value and contestant beside it.
+
+    Args: ``groups``: label -> contestant -> value; contestants that ``SERIES`` lacks are left out. ``over_bare``: with
+    a line at 1.
+    """
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    place, ticks = 0.0, []
+    for values in groups.values():
+        names = [name for name in SERIES if name in values]
+        places = [place + i for i in range(len(names))]
+        bars = axes.barh(places, [values[name] for name in names], 0.85, color=[SERIES[name][1] for name in names])
+        labels = [f"{number(values[name])}{unit}  {SERIES[name][0]}" for name in names]
+        axes.bar_label(bars, labels, padding=4, fontsize=SIZE)
+        ticks.append((places[0] + places[-1]) / 2)
+        place = places[-1] + 1 + GAP
+    figure.set_size_inches(WIDTH, 0.5 + BAR * (place - GAP))
+    axes.set_yticks(ticks, list(groups), fontsize=SIZE)
+    axes.set_ylim(place - GAP - 0.4, -0.6)  # from above
+    axes.set_xlim(0, 1.5 * max(value for values in groups.values() for name, value in values.items() if name in SERIES))
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    if over_bare:
+        axes.axvline(1.0, color="black", lw=1, ls=":")
+    figure.suptitle(title, fontsize=SIZE + 1)
+    return figure
 
 
-def _rates(axes: Axes, rows: list[Row]) -> None:
-    [row] = [row for row in rows if row.what == "tokens a second"]
-    names = [name for name in COLOURS if name in row.values]
-    axes.bar(range(len(names)), [row.values[name] for name in names], color=[COLOURS[name] for name in names])
-    axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=6)
-    axes.set(title="d. training: tokens a second")
-
-
-def _scaling(axes: Axes, rows: list[Row]) -> None:
-    axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
-    for row in rows:
-        costs = next(iter(row.facts["seconds of one"].values()))
-        axes.plot(
-            row.facts["counts"], [1e6 * cost for cost in costs], ".-", lw=1, label=f"{row.what} ({row.size.split()[1]})"
-        )
-    axes.legend(fontsize=5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    axes.set(title="e. cost of one (us) as their number grows", xscale="log", yscale="log")
+if __name__ == "__main__":
+    DOCS = Path(__file__).parents[1] / "docs"
+    draw(read(DOCS / "performance.md"), DOCS)

@@ -147,5 +147,5 @@ def test_one_command_measures_and_writes(tmp_path):
     for row in table["rows"]:
         assert set(row["values"]) >= {"bare", "FSDP1 orig", "FSDP1 flat", "FSDP2", "flatparam orig", "flatparam flat"}
         assert min(row["values"].values()) > 0
-    assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "host.png").read_bytes().startswith(b"\x89PNG")
     assert "targets met" in done.stdout
