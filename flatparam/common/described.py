@@ -16,18 +16,23 @@ def digest_of_said(said: Described | str) -> bytes:
     return hashlib.sha256(repr(said).encode()).digest()
 
 
-def first_difference(ranks: Sequence[int], everyone: Sequence[Described]) -> str:
+def first_difference(ranks: Sequence[int], everyone: Sequence[Described], names: Sequence[str] = ()) -> str:
     """Return words for the first difference: between the first of ``ranks`` and the first other that differs.
 
-    ``everyone``: the description of each of ``ranks``, which are not all equal.
+    ``everyone``: the description of each of ``ranks``, which are not all equal. ``names``: for messages, the name of
+    each rank's thing, which replaces the name of its first entry; empty: it has none.
     """
     first = everyone[0]
-    for rank, other in zip(ranks, everyone, strict=True):
+    names = names or [""] * len(ranks)
+    for rank, other, name in zip(ranks, everyone, names, strict=True):
         for i in range(max(len(first), len(other))):
             expected, found = (side[i] if i < len(side) else ("nothing", "") for side in (first, other))
             if expected != found:
                 one, two = _what_differs(expected[1], found[1])
-                return f"rank {ranks[0]} has {expected[0]}{one}, rank {rank} has {found[0]}{two}"
+                if i == 0:
+                    expected, found = (names[0] or expected[0], ""), (name or found[0], "")
+                inside = f", in {names[0]}" if i and names[0] else ""
+                return f"rank {ranks[0]} has {expected[0]}{one}, rank {rank} has {found[0]}{two}{inside}"
     raise AssertionError("all ranks say the same, but have other digests of it")
 
 

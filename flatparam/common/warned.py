@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn as nn
 
 from .. import _C
 
@@ -72,7 +73,18 @@ class Collected:
 
     def __init__(self) -> None:
         self.plan = ""
+        self._paths: dict[int, str] = {}
         self._found: dict[tuple[str, int], tuple[str, type[Warning], int]] = {}
+
+    def wraps(self, root: nn.Module, plan: str) -> None:
+        """The block builds the units of ``root``."""
+        self.plan = plan
+        self._paths = {id(module): path for path, module in root.named_modules()}
+
+    def place_of(self, module: nn.Module) -> str:
+        """Return the place of ``module`` in the root, for messages; empty: it is the root, or there is none."""
+        path = self._paths.get(id(module))
+        return f" at `{path}`" if path else ""
 
     def add(self, line: tuple[str, int], message: str, category: type[Warning]) -> None:
         first, _, count = self._found.get(line, (message, category, 0))

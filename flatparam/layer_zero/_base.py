@@ -133,7 +133,7 @@ class Base(Driven):
         except Exception as error:
             problem = error
         try:
-            check_described(described, problem, zero1_process_group)
+            check_described(described, problem, zero1_process_group, what)
         finally:
             problem = None  # its traceback holds this frame
         self._offload_grads = bool(offload_grads)

@@ -48,21 +48,21 @@ def check_same_unit(
     groups: list[dist.ProcessGroup],
     inner: dist.ProcessGroup | None,
     digests: Callable[[], dict[str, int]],
-    plan: str,
+    shown: tuple[str, str],
 ) -> Agreed:
     """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
 
     Args: ``inner``: another group that needs an id of the unit; its ranks are all in one of ``groups``; ``digests``:
     returns the digest of each parameter's values by FQN, or nothing if values are not to be compared; not called if
-    every group has one rank; ``plan``: the units that this rank builds, in words: not compared, but shown in the error
-    if ranks have different ones.
+    every group has one rank; ``shown``: for the error, not compared: the unit's name and place, and the units that this
+    rank builds, in words.
     Raises: ValueError on all ranks alike. It names the first rank and parameter that differ from those of the group's
     first rank, or the rank that could not build its unit and the reason. Different values raise nothing here.
     """
     alone = all(dist.get_world_size(group) == 1 for group in groups)
     values = _Values({} if alone else digests())
     numbers: dict[UnitIds, int] = {}
-    problem = _compare(described, groups, numbers, values, plan)
+    problem = _compare(described, groups, numbers, values, shown)
     if problem is not None:
         raise _told(problem)
     if inner is not None:
@@ -129,7 +129,7 @@ def _compare(
     groups: list[dist.ProcessGroup],
     numbers: dict[UnitIds, int],
     values: _Values | None = None,
-    plan: str = "",
+    shown: tuple[str, str] = ("", ""),
 ) -> str | None:
     """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
@@ -142,7 +142,7 @@ def _compare(
         ids.generation = ids.generation or f"{everyone[0][-1]:x}"
         numbers[ids] = ids.of_built()
         if not _is_same(everyone, slice(_SAID)):
-            said = _explain(said, plan, group)
+            said = _explain(said, shown, group)
         elif values is not None and not _is_same(everyone, slice(_SAID, _SAID + 1)):
             values.explain(group)
     return said if isinstance(said, str) else None
@@ -177,15 +177,16 @@ def _is_same(everyone: list[list[int]], words: slice) -> bool:
     return all(everyone[0][words] == other[words] for other in everyone)
 
 
-def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup) -> None:
+def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup, name: str = "") -> None:
     """Compare the descriptions of all ranks of ``group``. A collective call: 48 bytes a rank if they agree.
 
-    ``problem``: why this rank cannot build its part.
+    ``problem``: why this rank cannot build its part. ``name``: of the thing that is described, for the error.
     Raises: on all ranks alike: ``problem`` on the rank that has it, else ValueError. It names the first rank with a
     problem, or the first name in which a rank differs from the group's first.
     """
     refusal = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
-    found = _compare(refusal if problem else described, [group] if dist.get_world_size(group) > 1 else [], {})
+    groups = [group] if dist.get_world_size(group) > 1 else []
+    found = _compare(refusal if problem else described, groups, {}, shown=(name, ""))
     try:
         if problem is not None:
             raise problem
@@ -253,16 +254,17 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
     return result, next((f"rank {rank} finds no network for gloo ({why})" for rank, why in told if why), None)
 
 
-def _explain(said: Described | str, plan: str, group: dist.ProcessGroup) -> str:
+def _explain(said: Described | str, shown: tuple[str, str], group: dist.ProcessGroup) -> str:
     """Return the first rank's error, else the first difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
-    everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (said, plan), group)
-    for other, _ in everyone:
+    everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (said, *shown), group)
+    described, names, plans = zip(*everyone, strict=True)
+    for other in described:
         if isinstance(other, str):
             return other
-    found = f"the ranks have built different units: {first_difference(ranks, [other for other, _ in everyone])}"
-    first = everyone[0][1]
-    for rank, (_, other) in zip(ranks, everyone, strict=True):
+    found = f"the ranks have built different units: {first_difference(ranks, described, names)}"
+    first = plans[0]
+    for rank, other in zip(ranks, plans, strict=True):
         if first and other and other != first:
             return f"{found}. Rank {ranks[0]} builds {first}, rank {rank} {other}"
     return found

@@ -176,7 +176,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
                 targets = self._targets(module, auto_wrap_policy, ignored_modules_set, arguments)
-                collected.plan = planned(module, targets)
+                collected.wraps(module, planned(module, targets))
                 self._wrap(module, targets)
             self._take_inner(module)
             self._device_id = device_of(device_id)
@@ -185,13 +185,14 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             before = parameters_of(own)
             originals, options, device = self._prepare(module, own, arguments)
             name = f"the unit of {type(module).__name__}"
-            check_device(name, originals, options)
+            place = collected.place_of(module)
+            check_device(name + place, originals, options)
             agreed = check_same_unit(
                 describe_unit(name, originals, options),
                 self._placement.compared,
                 self._placement.param if self._placement.has_secondary_shard else None,
                 lambda: digests_of(originals) if check_values and not sync_module_states else {},
-                collected.plan,
+                (name + place, collected.plan),
             )
             comparing.clear()
             if device is not None:

@@ -421,8 +421,16 @@ def differing():
     with pytest.raises(ValueError, match=said + expected + r".bfloat16\)$"):
         FSDP(nn.Linear(3, 4), mixed_precision=precision)
     expected = r"rank 0 has parameter `weight` \(shape \(4, 3\), strides \(3, 1\)\), rank 1 has parameter `weight` "
-    with pytest.raises(ValueError, match=said + expected + r"\(shape \(4, 2\), strides \(2, 1\)\)$"):
+    with pytest.raises(
+        ValueError, match=said + expected + r"\(shape \(4, 2\), strides \(2, 1\)\), in the unit of Linear$"
+    ):
         FSDP(nn.Linear(3 - rank, 4))
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(3 - rank, 4))
+    with pytest.raises(ValueError, match=said + r".*\), in the unit of Linear at `1\.1`$"):
+        FSDP(
+            nn.Sequential(nn.Linear(4, 3), inner),
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module is inner[1],
+        )
 
 
 def test_an_error_of_ranks_that_differ_shows_what_does():

@@ -147,6 +147,7 @@ def of_other_depths():
 def test_an_error_of_ranks_with_other_models_has_the_counts_of_units():
     for text in run_ranks(of_other_depths, 2):
         assert text == (
-            "the ranks have built different units: rank 0 has the unit of Block, rank 1 has the unit of Model. "
+            "the ranks have built different units: rank 0 has the unit of Block at `blocks.2`, rank 1 has the "
+            "unit of Model. "
             "Rank 0 builds 4 units (3 of Block, 1 of Model), rank 1 3 units (2 of Block, 1 of Model)"
         )
