@@ -49,15 +49,14 @@ def in_order(name: str) -> list[tuple[int, str]]:
 def one_name_of(names: Sequence[str]) -> str:
     """Return one name for all ``names``, which are equal ``without_numbers``: ``blocks.{0..23}.weight``.
 
-    A number that differs becomes a range if no other number differs and the range has no gap, else ``*``.
+    If one number differs and makes at most four ranges, they are in the name, as ``blocks.{0..2,5}``; else a ``*`` is.
     """
     parts = list(zip(*(name.split(".") for name in names), strict=True))
     differing = [i for i, values in enumerate(parts) if len(set(values)) > 1]
     found = [values[0] for values in parts]
     for i in differing:
-        numbers = sorted({int(value) for value in parts[i]})
-        is_range = len(differing) == 1 and numbers == list(range(numbers[0], numbers[0] + len(names)))
-        found[i] = f"{{{numbers[0]}..{numbers[-1]}}}" if is_range else "*"
+        numbers = ranges(map(int, parts[i])).replace(" ", "")
+        found[i] = f"{{{numbers}}}" if len(differing) == 1 and numbers.count(",") < 4 else "*"
     return ".".join(found)
 
 

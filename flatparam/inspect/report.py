@@ -1,9 +1,8 @@
 """The printed report of ``inspect``, and its JSON."""
 
-from itertools import groupby
 from typing import Any
 
-from flatparam.common.tables import aligned, human
+from flatparam.common.tables import aligned, human, one_name_of, without_numbers
 from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan
 from flatparam.inspect.planning import Settings, Unit, dtypes_of, names_of
 
@@ -39,24 +38,31 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
     return f"{model}: {numel:,} elements in {count}, {settings.strategy.name} over {ranks}, {chosen}"
 
 
-def table(units: list[Unit], plan: MemoryPlan) -> str:
-    """Return the table: a row for each run of equal units, with their number and highest peak; and a row of totals."""
+def _numbers(unit: Unit, own: UnitPlan) -> tuple[int, ...]:
+    counts = (unit.parameters, unit.numel, unit.padding, unit.shard_numel)
+    return (*counts, own.shard, own.gradient, own.optimizer, own.full)
 
-    def numbers(i: int) -> tuple[int, ...]:
-        unit, own = units[i], plan.units[i]
-        counts = (unit.parameters, unit.numel, unit.padding, unit.shard_numel)
-        return (*counts, own.shard, own.gradient, own.optimizer, own.full)
+
+def equal_units(units: list[Unit], plan: MemoryPlan) -> list[tuple[str, list[int]]]:
+    """Return groups of units with equal classes and sizes, and names that differ in numbers only: name and indices."""
+    groups: dict[Any, list[int]] = {}
+    for i, (unit, own) in enumerate(zip(units, plan.units, strict=True)):
+        groups.setdefault((without_numbers(unit.name), unit.kind, _numbers(unit, own)), []).append(i)
+    return [(one_name_of([units[i].name for i in members]), members) for members in groups.values()]
+
+
+def table(units: list[Unit], plan: MemoryPlan) -> str:
+    """Return the table: a row for each group of equal units, with its size and highest peak; and a row of totals."""
 
     def row(name: str, kind: str, count: int, of: tuple[int, ...], peak: int) -> tuple[str, ...]:
         return (name, kind, *(f"{number:,}" for number in (count, *of[:4])), *map(human, (*of[4:], peak)))
 
     rows: list[tuple[str, ...]] = [HEADINGS, UNITS_OF_HEADINGS]
-    for (kind, of), run in groupby(range(len(units)), lambda i: (units[i].kind, numbers(i))):
-        members = list(run)
-        first, last = (units[i].name for i in (members[0], members[-1]))
-        name = first if len(members) == 1 else f"{first} to {last}"
-        rows.append(row(name, kind, len(members), of, max(worst(plan, i) for i in members)))
-    totals = tuple(map(sum, zip(*map(numbers, range(len(units))), strict=True)))
+    for name, members in equal_units(units, plan):
+        first = members[0]
+        peak = max(worst(plan, i) for i in members)
+        rows.append(row(name, units[first].kind, len(members), _numbers(units[first], plan.units[first]), peak))
+    totals = tuple(map(sum, zip(*map(_numbers, units, plan.units), strict=True)))
     rows.append(row("total", "", len(units), totals, plan.peak))
     return aligned(rows, names=2, headings=2, totals=1)
 
