@@ -5,6 +5,7 @@ killed, or that wait for ever, stay in a process.
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -95,10 +96,15 @@ def _serve(connection: Connection) -> None:
             path, request = connection.recv()
         except EOFError:
             return
+        sys.path[:] = path
+        if request[0] not in sys.modules:
+            with contextlib.suppress(Exception):  # the child raises it, too
+                importlib.import_module(request[0])
+            gc.collect()
+            gc.freeze()
         here, there = Pipe(duplex=False)
         child = os.fork()
         if child == 0:
-            sys.path[:] = path
             there.send_bytes(pickle.dumps(_answer(*request)))
             os._exit(0)
         there.close()
@@ -123,7 +129,7 @@ def _answer(module: str, name: str, size: int, seed: int, args: Any, options: di
             rank: (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
             for rank, error in run.errors.items()
         }
-        return "run", {**vars(run), "errors": errors}
+        return "run", {**vars(run), "errors": errors, "story": run.story()}
     except BaseException:
         return "error", traceback.format_exc()
 
@@ -140,12 +146,14 @@ def _load(library: str) -> None:
 
 if __name__ == "__main__":
     import torch
+    import torch._dynamo  # many calls of torch import it
 
     import flatparam  # noqa: F401
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     _load(sys.argv[2])
+    importlib.import_module("tests.simulation.ranks")
     gc.collect()
     gc.freeze()
     _serve(Connection(int(sys.argv[1])))

@@ -9,11 +9,13 @@ import contextlib
 import ctypes
 import datetime
 import gc
+import importlib
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections import UserList
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from typing import Any
 import _simulated_world as world  # process.py builds it
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from .faults import Fault, Finished, UserError, here
 
 ENDED, STUCK, LATE, TOO_LONG = range(4)  # of fp_sim_run()
 NAMES = "\x01{}\x01"  # torch registers names of groups for a process: each rank's get this, and the store leaves it out
@@ -33,6 +37,7 @@ for _name, _type in (
     ("steps", ctypes.c_int64),
     ("random", ctypes.c_uint64),
     ("state", ctypes.c_char_p),
+    ("points", ctypes.c_int64),
 ):
     getattr(seams, f"fp_sim_{_name}").restype = _type
 
@@ -77,6 +82,40 @@ class _Gloo(metaclass=_GlooType):
         return world.Backend(store, rank, size, timeout)
 
 
+class _EachRank(UserList):
+    """In place of a list that a process has: the list of the rank to which this thread belongs."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[Any]] = {}
+
+    @property
+    def data(self) -> list[Any]:
+        return self._lists.setdefault(seams.fp_sim_rank(), [])
+
+
+# Lists of flatparam that a process has once
+OF_PROCESS = {
+    "troubled": ("fsdp.desync.checked_collectives", "fsdp.interop.backward_inputs", "fsdp.wrapper.forward"),
+    "_still_troubled": ("fsdp.desync.checked_collectives",),
+    "_active": ("fsdp.unit.summon",),
+}
+
+
+@contextlib.contextmanager
+def _lists_of_ranks():
+    before = []
+    for name, modules in OF_PROCESS.items():
+        of_ranks = _EachRank()
+        for module in map(importlib.import_module, (f"flatparam.{each}" for each in modules)):
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, of_ranks)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
 @contextlib.contextmanager
 def _torch_of_ranks(size: int):
     name = c10d._process_group_name
@@ -108,9 +147,22 @@ class Run:
     digest: int
     results: dict[int, Any] = field(default_factory=dict)  # what the program returned, by rank
     errors: dict[int, BaseException] = field(default_factory=dict)
-    ended: dict[int, float] = field(default_factory=dict)  # the virtual second at which each rank ended
+    raised: dict[int, float] = field(default_factory=dict)  # the virtual second of each error
+    ended: dict[int, float] = field(default_factory=dict)  # and of the end of each rank that was not killed
+    struck: dict[Fault, float] = field(default_factory=dict)  # and of each fault that has struck
+    points: dict[int, tuple[int, int]] = field(default_factory=dict)  # of the seams and of user code, by rank
     stacks: str = ""  # of all ranks, if the run did not end
     calls: tuple[int, int] = (0, 0)  # to the store, and their bytes
+
+    def story(self) -> str:
+        """Return which fault struck whom, what each rank raised, and when."""
+        events = [(second, str(fault)) for fault, second in self.struck.items()]
+        events += [
+            (self.raised[rank], f"rank {rank} raises {type(error).__name__}: {error}")
+            for rank, error in self.errors.items()
+        ]
+        events += [(second, f"rank {rank} ends") for rank, second in self.ended.items()]
+        return "".join(f"{second:10.3f} s: {text}\n" for second, text in sorted(events)) + self.stacks
 
     def must_end(self) -> "Run":
         """Return this run. Raises: AssertionError if a rank waits for ever; the first error of a rank."""
@@ -130,28 +182,32 @@ def simulate(
     switches: int = 64,
     latency: float = 0.001,
     timeout: float = 60.0,
+    faults: Sequence[Fault] = (),
+    host: int | None = None,
 ) -> Run:
     """Run ``program(rank)`` on ``size`` ranks until all have ended.
 
     Args: ``limit``: virtual seconds that the run may take; ``switches``: the chance, of 256, that a rank hands over
     where it need not; ``latency``: virtual seconds until a rank sees that a collective has ended, at most;
-    ``timeout``: of collectives and of the store.
+    ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has.
     """
     run = Run(0, 0.0, 0, 0)
+    native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
+    of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}
     for rank in range(size):
         process = seams.fp_sim_process(rank)
         stat = f"{process} (rank) S 1 " + "0 " * 17 + f"{100 + rank} 0"  # the 22nd field: the start of the process
         Path(os.environ["FLATPARAM_SIMULATED_PROC"], str(process)).write_text(stat)
-    world.reset(int(latency * SECOND))
+    world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
     seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
     threads: dict[int, int] = {}
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # it would destroy one rank's objects in another's thread
-    with _torch_of_ranks(size):
+    with _torch_of_ranks(size), _lists_of_ranks():
         for rank in range(size):
             seams.fp_sim_spawn(rank)
-            _thread.start_new_thread(_live, (program, rank, size, timeout, run, threads))
+            _thread.start_new_thread(_live, (_Life(rank, size, timeout, run, of_user), program, run, threads))
         run.reason = seams.fp_sim_run()
         if run.reason != ENDED:
             run.stacks = _stacks(threads)
@@ -160,12 +216,15 @@ def simulate(
         gc.collect()
     run.seconds, run.steps = seams.fp_sim_now() / SECOND, seams.fp_sim_steps()
     run.digest, run.calls = seams.fp_sim_digest(), world.calls()
+    for (fault, _), struck in zip(native, world.struck(), strict=True):
+        if struck >= 0:
+            run.struck[fault] = struck / SECOND
     return run
 
 
 def kill(rank: int) -> None:
     """End a rank as ``kill -9`` does; it does not return if it is the caller's."""
-    world.end_process(rank, False)
+    world.end_process(rank)
     seams.fp_sim_end(rank)
 
 
@@ -174,33 +233,64 @@ def now() -> float:
     return seams.fp_sim_now() / SECOND
 
 
-def _live(program: Any, rank: int, size: int, timeout: float, run: Run, threads: dict[int, int]) -> None:
-    threads[rank] = threading.get_ident()
-    patience = datetime.timedelta(seconds=timeout)
-    error = None
-    try:
-        dist.init_process_group("gloo", store=world.Store(patience), rank=rank, world_size=size, timeout=patience)
-        run.results[rank] = program(rank)
-    except BaseException as raised:
-        run.errors[rank] = error = raised
-    _end(error)
-    run.ended[rank] = now()
-    world.end_process(rank, False)
+class _Life:
+    """One rank of a run."""
+
+    def __init__(self, rank: int, size: int, timeout: float, run: Run, faults: dict[tuple[int, int], Fault]):
+        self.rank, self._size, self._run, self._faults = rank, size, run, faults
+        self._patience = datetime.timedelta(seconds=timeout)
+        self._points = 0  # of user code
+
+    def live(self, program: Callable[[int], Any]) -> None:
+        rank, run = self.rank, self._run
+        here.come_to_user_code = self.come_to_user_code
+        error: BaseException | None = None
+        result = None
+        try:
+            store = world.Store(self._patience)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self._size, timeout=self._patience)
+            seams.fp_sim_count_points(rank)
+            result = program(rank)
+        except Finished:
+            pass
+        except BaseException as raised:
+            error = raised
+        if seams.fp_sim_has_ended(rank):
+            return  # until its next point a killed rank goes on, and nobody sees that
+        if error is None:
+            run.results[rank] = result
+        else:
+            run.errors[rank], run.raised[rank] = error, now()
+        run.points[rank] = seams.fp_sim_points(rank), self._points
+        _end(error)
+
+    def come_to_user_code(self) -> None:
+        fault = self._faults.get((self.rank, self._points))
+        self._points += 1
+        if fault is not None:
+            self._run.struck[fault] = now()
+            raise Finished if fault.kind == "has fewer batches" else UserError(f"batch {self._points - 1} is bad")
+
+
+def _live(life: _Life, program: Callable[[int], Any], run: Run, threads: dict[int, int]) -> None:
+    threads[life.rank] = threading.get_ident()
+    with contextlib.suppress(KeyboardInterrupt):  # at the end of a process Python ignores it
+        life.live(program)
+    if not seams.fp_sim_has_ended(life.rank):
+        run.ended[life.rank] = now()
+        world.end_process(life.rank)
 
 
 def _end(error: BaseException | None) -> None:
     """Do what the hooks of flatparam do at the end of a process."""
+    world = dist.group.WORLD
     liveness = sys.modules.get("flatparam.fsdp.desync.liveness")
-    ours = liveness and liveness._boards.get(dist.group.WORLD)
-    if ours is None:
+    if liveness is None or world is None:
         return
-    if error is not None and not getattr(error, "_flatparam_posted", False):
-        error._flatparam_posted = True
-        ours.join()
-        ours.report(liveness.describe(error, ours.rank, "has ended"))
-    elif error is None:
-        ours.native.finish()
-    ours.native.stop()
+    liveness.end_rank(world, error)
+    ours = liveness._boards.get(world)
+    if ours is not None:
+        ours.native.stop()
 
 
 def _stacks(threads: dict[int, int]) -> str:

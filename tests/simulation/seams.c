@@ -42,6 +42,7 @@ struct thread {
     _Atomic uint32_t baton; /* futex: 1 while this thread may run */
     int rank;
     bool is_first; /* of its rank */
+    bool serves;   /* does the work of all ranks */
     enum kind kind;
     void *object;     /* that it waits for */
     int64_t deadline; /* virtual time of the end of its wait */
@@ -55,12 +56,13 @@ struct thread {
 static struct thread threads[THREADS];
 static int n_threads;
 static struct rank {
-    bool ended, interrupted;
-    int64_t frozen_until;
+    bool ended, interrupted, starved, counts;
+    int64_t frozen_until, points;
 } ranks[RANKS];
 static uint64_t generator, digest;
 static int64_t now, limit, steps, looks;
 static int chance, n_first, reason;
+static void (*at_point)(int rank, int64_t point);
 static bool is_running;
 static _Atomic uint32_t controller; /* futex: 1 once the run is over */
 
@@ -134,6 +136,9 @@ ready_at(const struct thread *thread)
             break;
         default:
             return FOR_EVER;
+    }
+    if (thread->kind == in_mutex || thread->kind == in_condition) { /* see fp_sim_freeze() */
+        return at;
     }
     const int64_t frozen = ranks[thread->rank].frozen_until;
     return ranks[thread->rank].ended || at == FOR_EVER ? FOR_EVER : at > frozen ? at : frozen;
@@ -215,11 +220,59 @@ is_simulated(void)
     return me != NULL && is_running;
 }
 
+/* Come to a point: a fault may strike, and a thread of a rank that has ended or is frozen stops. */
+static void
+come_to_point(void)
+{
+    struct rank *const rank = &ranks[me->rank];
+    if (me->is_first && rank->counts && at_point != NULL) {
+        at_point(me->rank, rank->points++);
+    }
+    if (rank->ended || rank->frozen_until > now) {
+        wait_for(in_sleep, NULL, now);
+    }
+}
+
 void
 fp_sim_pause(void)
 {
-    if (is_simulated() && (int)fp_sim_random(256) < chance) {
-        hand_over();
+    if (is_simulated()) {
+        come_to_point();
+        if ((int)fp_sim_random(256) < chance) {
+            hand_over();
+        }
+    }
+}
+
+void
+fp_sim_count_points(int rank)
+{
+    ranks[rank].counts = true;
+}
+
+void
+fp_sim_at_points(void (*function)(int rank, int64_t point))
+{
+    at_point = function;
+}
+
+int64_t
+fp_sim_points(int rank)
+{
+    return ranks[rank].points;
+}
+
+void
+fp_sim_starve(int rank)
+{
+    ranks[rank].starved = true;
+}
+
+void
+fp_sim_serve(int does)
+{
+    if (me != NULL) {
+        me->serves = does != 0;
     }
 }
 
@@ -258,7 +311,7 @@ fp_sim_freeze(int rank, int64_t nanoseconds)
 {
     ranks[rank].frozen_until = now + nanoseconds;
     if (me->rank == rank) {
-        hand_over();
+        wait_for(in_sleep, NULL, now);
     }
 }
 
@@ -494,6 +547,7 @@ clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct 
     }
     const int64_t end =
         (flags & TIMER_ABSTIME) != 0 ? virtual(clock, time) : now + time->tv_sec * 1000000000 + time->tv_nsec;
+    come_to_point();
     wait_for(in_sleep, NULL, end > now ? end : now);
     return 0;
 }
@@ -545,6 +599,7 @@ take(sem_t *semaphore, int64_t deadline)
             errno = ETIMEDOUT;
             return -1;
         }
+        come_to_point();
         wait_for(in_semaphore, semaphore, deadline);
     }
     return 0;
@@ -676,6 +731,19 @@ pthread_cond_broadcast(pthread_cond_t *condition)
         wake(condition, true);
     }
     return real(condition);
+}
+
+/* The memory of tensors */
+
+int
+posix_memalign(void **memory, size_t alignment, size_t size)
+{
+    REAL(posix_memalign)
+    if (is_simulated() && me->is_first && !me->serves && ranks[me->rank].starved) {
+        ranks[me->rank].starved = false;
+        return ENOMEM;
+    }
+    return real(memory, alignment, size);
 }
 
 /* The process of a rank */

@@ -50,12 +50,26 @@ void fp_sim_pause(void);
 /* A number below n, from the generator of the run. */
 uint64_t fp_sim_random(uint64_t n);
 
-/* No thread of rank runs for so many virtual nanoseconds from now on: its process is stopped, or slow. */
+/* No thread of rank runs for so many virtual nanoseconds from now on: its process is stopped, or slow. A thread that waits for
+ * a mutex or a condition, such as the GIL's, goes on until it comes to a point: it would keep them from the other ranks. */
 void fp_sim_freeze(int rank, int64_t nanoseconds);
 
-/* End rank: its threads stop for ever, and its process is gone from /proc. If it is the rank of this thread, this does not
- * return. What the rank holds is not released. */
+/* End rank: its threads stop for ever, as in fp_sim_freeze(), and its process is gone from /proc. If it is the rank of this
+ * thread, this does not return. */
 void fp_sim_end(int rank);
+
+/* Points are where a rank's first thread calls fp_sim_pause(), sleeps, or waits for a semaphore. Count those of rank from now
+ * on, and call the function of fp_sim_at_points() at each of them, with its number from 0. */
+void fp_sim_count_points(int rank);
+void fp_sim_at_points(void (*function)(int rank, int64_t point));
+
+/* How many points of rank were counted. */
+int64_t fp_sim_points(int rank);
+
+/* The next allocation of a tensor by the rank's first thread fails; not between fp_sim_serve(1) and fp_sim_serve(0), where the
+ * thread does the work of all ranks. */
+void fp_sim_starve(int rank);
+void fp_sim_serve(int does);
 
 /* Whether rank has ended. */
 int fp_sim_has_ended(int rank);

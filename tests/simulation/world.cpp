@@ -76,6 +76,16 @@ struct Group {
     std::map<int, std::string> closed; // ranks whose connections are closed, and why they see it
 };
 
+// What happens to a rank at a point, see seams.h.
+enum Kind { KILL, FREEZE, INTERRUPT_WAIT, INTERRUPT, STARVE };
+
+struct Fault {
+    int kind, rank;
+    int64_t point;       // of its rank; it strikes there, or at the next one where it can
+    int64_t nanoseconds; // of FREEZE
+    int64_t struck = -1; // virtual time
+};
+
 struct Universe {
     std::mutex lock;
     std::condition_variable changed;
@@ -85,6 +95,8 @@ struct Universe {
     bool store_is_gone = false;
     std::map<std::string, std::shared_ptr<Group>> groups;
     int64_t longest = 0; // nanoseconds until a rank sees that a collective has ended
+    int host = -1;       // the rank whose process has the store; -1: none
+    std::vector<Fault> faults;
 };
 
 std::shared_ptr<Universe> universe;
@@ -354,6 +366,21 @@ class Work : public c10d::Work {
         }
     }
 
+    // Whether it and another are of one collective, which has not ended for either.
+    bool has_the_number_of(const Work &other) const
+    {
+        return number_ == other.number_ && peer < 0 && other.peer < 0 && !has_ended_ && !other.has_ended_;
+    }
+
+    // It would have ended well, but a rank has ended before.
+    void tear(const std::string &why)
+    {
+        if (!has_ended_ && ends_at_ > Clock::now()) {
+            ends_at_.reset();
+            fail(why);
+        }
+    }
+
     bool is_pending() const
     {
         return !ends_at_ && !has_ended_;
@@ -397,7 +424,8 @@ closed_by(int rank)
     return CLOSED + std::to_string(20000 + rank);
 }
 
-// Close the connections of a member: what waits for it fails, now and later.
+// Close the connections of a member: what waits for it fails, now and later. If it was in the midst of a collective, some
+// ranks may have got from it all that they need, and others not.
 void
 close(Group &group, int member)
 {
@@ -405,6 +433,13 @@ close(Group &group, int member)
         return;
     }
     group.closed[member] = closed_by(member);
+    for (const auto &mine : group.works) {
+        for (const auto &work : group.works) {
+            if (mine->rank == member && work->has_the_number_of(*mine) && fp_sim_random(2) == 0) {
+                work->tear(group.closed[member]);
+            }
+        }
+    }
     for (const auto &work : std::vector<c10::intrusive_ptr<Work>>(group.works.begin(), group.works.end())) {
         if (work->peer < 0 || work->peer == member || work->rank == member) {
             work->fail(group.closed[member]);
@@ -863,7 +898,9 @@ class Backend : public c10d::Backend {
         }
         collective.parts.emplace(rank_, Part{inputs, outputs, work});
         if (static_cast<int>(collective.parts.size()) == size_) {
+            fp_sim_serve(1);
             do_collective(collective, size_);
+            fp_sim_serve(0);
             for (auto &[rank, part] : collective.parts) {
                 part.work->end_soon();
             }
@@ -906,19 +943,49 @@ class Backend : public c10d::Backend {
 };
 
 void
-end_process(int rank, bool has_store)
+end_process(int rank)
 {
-    {
-        const std::lock_guard held(universe->lock);
-        for (const auto &[id, group] : universe->groups) {
-            for (const auto &[member, world_rank] : group->world_ranks) {
-                if (world_rank == rank) {
-                    close(*group, member);
-                }
+    const std::lock_guard held(universe->lock);
+    for (const auto &[id, group] : universe->groups) {
+        for (const auto &[member, world_rank] : group->world_ranks) {
+            if (world_rank == rank) {
+                close(*group, member);
             }
         }
-        universe->store_is_gone = universe->store_is_gone || has_store;
-        universe->changed.notify_all();
+    }
+    universe->store_is_gone = universe->store_is_gone || rank == universe->host;
+    universe->changed.notify_all();
+}
+
+// Let the faults of this point strike. While this thread holds the GIL, none can: it would keep the GIL for ever.
+void
+strike(int rank, int64_t point)
+{
+    for (Fault &fault : universe->faults) {
+        if (fault.rank != rank || fault.point > point || fault.struck >= 0 || PyGILState_Check() != 0) {
+            continue;
+        }
+        fault.struck = fp_sim_now();
+        switch (fault.kind) {
+            case KILL:
+                end_process(rank);
+                fp_sim_end(rank);
+                break;
+            case FREEZE:
+                fp_sim_freeze(rank, fault.nanoseconds);
+                break;
+            case INTERRUPT_WAIT:
+                fp_sim_interrupt(rank);
+                break;
+            case INTERRUPT: {
+                const PyGILState_STATE state = PyGILState_Ensure();
+                (void)PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), PyExc_KeyboardInterrupt);
+                PyGILState_Release(state);
+                break;
+            }
+            default:
+                fp_sim_starve(rank);
+        }
     }
 }
 
@@ -929,13 +996,29 @@ PYBIND11_MODULE(_simulated_world, module)
     namespace py = pybind11;
     module.def(
         "reset",
-        [](int64_t longest) {
+        [](int64_t longest, int host, const std::vector<std::tuple<int, int, int64_t, int64_t>> &faults) {
             universe = std::make_shared<Universe>();
             universe->longest = longest;
+            universe->host = host;
+            for (const auto &[kind, rank, point, nanoseconds] : faults) {
+                universe->faults.push_back({.kind = kind, .rank = rank, .point = point, .nanoseconds = nanoseconds});
+            }
+            fp_sim_at_points(&strike);
         },
-        "Begin another run. longest: virtual nanoseconds until a rank sees that a collective has ended.");
+        "Begin another run. longest: virtual nanoseconds until a rank sees that a collective has ended; host: the rank "
+        "whose process has the store, or -1; faults: (kind, rank, point, nanoseconds) of each.");
+    module.def(
+        "struck",
+        [] {
+            std::vector<int64_t> found;
+            for (const Fault &fault : universe->faults) {
+                found.push_back(fault.struck);
+            }
+            return found;
+        },
+        "The virtual time at which each fault has struck; -1: it has not.");
     module.def("end_process", &end_process, py::call_guard<py::gil_scoped_release>(),
-               "Close all connections of rank; with has_store, the store is gone, too.");
+               "Close all connections of rank; if it is the host, the store is gone, too.");
     module.def(
         "calls", [] { return py::make_tuple(universe->calls, universe->bytes); },
         "Calls to the store, and their bytes.");

@@ -1,0 +1,89 @@
+"""Programs for ranks that fail: they train, call ``user_code()`` where users do, and catch exceptions or do not."""
+
+import time
+
+import torch
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+from .faults import user_code
+
+STEPS = 4
+LR = 0.125
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class _UserCode(torch.autograd.Function):
+    """Calls ``user_code()`` in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        user_code()
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        user_code()
+        return _UserCode.apply(self.linear(x).tanh())
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def batch(step, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def wrapped(strategy):
+    net, strategy = model(), ShardingStrategy[strategy]
+    for i in range(len(net)):
+        net[i] = FSDP(net[i], sharding_strategy=strategy)
+    return FSDP(net, sharding_strategy=strategy)
+
+
+def train(rank, strategy="FULL_SHARD"):
+    """Train; an exception ends the rank. Returns the parameters, in the order of the model."""
+    net = wrapped(strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for step in range(STEPS):
+        time.sleep(0.01)
+        user_code()
+        net(batch(step, rank)).square().mean().backward()
+        net.clip_grad_norm_(1e6)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = net.state_dict()
+    user_code()
+    return list(state.values())
+
+
+def unsharded(size, skipped=()):
+    """The parameters after the same training in one process, without the steps ``skipped``."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for step in range(STEPS):
+        if step in skipped:
+            continue
+        grads = [
+            torch.autograd.grad(net(batch(step, rank)).square().mean(), list(net.parameters())) for rank in range(size)
+        ]
+        for param, *of_ranks in zip(net.parameters(), *grads, strict=True):
+            total = of_ranks[0] / size
+            for grad in of_ranks[1:]:
+                total = total + grad / size
+            param.grad = total
+        optimizer.step()
+    return [param.detach() for param in net.parameters()]
