@@ -292,7 +292,7 @@ def look_of(
         except StoreGoneError as error:
             found = str(error) if has_failed else None
         if found:
-            raise OrderError(found + AND_SO)
+            raise OrderError(found if found.endswith(AND_SO) else found + AND_SO)
 
     return look
 
