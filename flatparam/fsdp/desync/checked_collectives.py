@@ -118,7 +118,7 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
         trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-# Traces on which this rank has reported an exception and has not gone on since; their other ranks may be waiting for it
+# Traces on which a rank of this process has reported an exception and has not gone on since; the others may wait for it
 troubled: list[GroupTrace] = []
 
 
@@ -158,12 +158,18 @@ def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
 
 
 def come_back() -> None:
-    """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``."""
-    while troubled and not _still_troubled:
-        troubled.pop().come_back()
+    """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``.
+
+    Reports of another world stay: its rank is another thread of this process.
+    """
+    world = dist.group.WORLD
+    for trace in [trace for trace in troubled if trace.world() in (None, world)] if troubled else ():
+        if world not in _still_troubled:
+            troubled.remove(trace)
+            trace.come_back()
 
 
-_still_troubled: list[BaseException] = []
+_still_troubled: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # worlds
 
 
 def still_troubled(parts: Iterable[Shared], error: Exception | None) -> _C.Block:
@@ -172,13 +178,15 @@ def still_troubled(parts: Iterable[Shared], error: Exception | None) -> _C.Block
     If they are elsewhere, all ranks raise the text of ``error``, and not that they differ.
     """
 
+    world: Any = dist.group.WORLD
+
     def begin() -> None:
-        if error is not None:
+        if error is not None and world is not None:
             tell_trouble(parts, error)
-            _still_troubled.append(error)
+            _still_troubled.add(world)
 
     def end() -> None:
-        _still_troubled.clear()
+        _still_troubled.discard(world)
         come_back()
 
     return _C.Block(begin, end)

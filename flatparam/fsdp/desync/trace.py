@@ -89,6 +89,8 @@ class GroupTrace:
         self._own_store: Store | None = None
         self._whole_store = store
         self.sliced = can_be_cut(backend)
+        world: Any = dist.group.WORLD
+        self.world: weakref.ref[dist.ProcessGroup] = weakref.ref(world)
         self._board = liveness.board()
         self._unreachable: float | None = None  # since when the store is gone
         self._asked: list[list[str]] = []  # keys that this rank will delete, one list an index, oldest first

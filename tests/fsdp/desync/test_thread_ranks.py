@@ -4,6 +4,8 @@ Promises:
 - the end of a rank, its error and its destroyed world concern its world alone:
   `test_the_end_of_a_rank_is_told_to_its_world`, `test_a_destroyed_world_finishes_no_other`,
   `test_a_destroyed_world_leaves_the_beginning_of_others`
+- a rank that goes on withdraws its own report of an exception, and no other's:
+  `test_a_rank_that_goes_on_withdraws_no_report_of_another`
 """
 
 import os
@@ -11,10 +13,14 @@ import sys
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from thread_ranks import forget_world, in_threads, make_world
+from torch import nn
 
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import OrderError
 from flatparam.fsdp.desync import liveness
 
 pytestmark = pytest.mark.multiprocess
@@ -100,3 +106,32 @@ def all_beginning_apart():
 def test_a_destroyed_world_leaves_the_beginning_of_others():
     """Rank 1 began with the process. What rank 0 has said since then is of rank 1's world."""
     assert run_ranks(all_beginning_apart, 1)[0][1] == [0, 1]
+
+
+def catch_one(rank, ranks):
+    """Rank 1 catches an exception in its forward and does not go on; return the message that rank 0's step raises."""
+    model = FSDP(nn.Linear(4, 4), check_values=False)  # one generator draws the values of both ranks
+    if rank == 1:
+
+        def fail(*args):
+            raise ValueError("batch 17 is bad")
+
+        model.module.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="batch 17"):
+            model(torch.ones(2, 4))
+    else:
+        model(torch.ones(2, 4))  # both ranks gather the unit
+    ranks.meet()
+    if rank == 0:
+        with pytest.raises(OrderError) as told:
+            model(torch.ones(2, 4)).sum().backward()
+        ranks.meet()
+        return str(told.value)
+    ranks.meet()
+    return None
+
+
+def test_a_rank_that_goes_on_withdraws_no_report_of_another():
+    message = run_ranks(in_threads, 1, catch_one, 2)[0][0]
+    assert "rank 1 has raised an error of its own" in message
+    assert "has not gone on since: ValueError: batch 17 is bad" in message
