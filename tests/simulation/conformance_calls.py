@@ -23,7 +23,6 @@ from tests.simulation.conformance import (
     filled,
     make_group,
     raised,
-    text_of,
     when,
 )
 
@@ -60,7 +59,6 @@ def pending_work(name):
     facts = {
         "pending is_completed": value(work.is_completed),
         "pending is_success": value(work.is_success),
-        "pending exception": value(work.exception),
         "pending future": value(lambda: work.get_future().done()),
         "wait for 0.1 s": value(work.wait, SLICE),
         "is_completed after that": value(work.is_completed),
@@ -91,7 +89,6 @@ def failed_work(name):
     facts = {
         "is_completed": value(work.is_completed),
         "is_success": value(work.is_success),
-        "exception": value(lambda: text_of(work.exception())),
         "future": value(lambda: work.get_future().done()),
         "wait for 0.1 s": value(work.wait, SLICE),
         "wait": value(work.wait),
