@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flatparam.advise.candidates import Question, candidates
 from flatparam.advise.report import (
+    LEGEND,
     as_json,
     assumptions,
     best_of_each,
@@ -92,7 +93,12 @@ def parser() -> Parser:
     add = made.add_argument_group("output").add_argument
     add("--all", action="store_true", help="print all that fit, not the best of each strategy")
     add("--json", type=Path, metavar="FILE", help="write all that was tried")
-    add("--picture", type=Path, metavar="FILE", help="draw all that was tried as a PNG (needs matplotlib)")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw all that was tried, and the Pareto front of time and memory, as a PNG (needs matplotlib)",
+    )
     return made
 
 
@@ -207,7 +213,7 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
         in_full_precision(found[0], question),
         assumptions(question),
     ]
-    return "\n".join([head, "", table(shown), "", *filter(None, last)]), 0
+    return "\n".join([head, "", table(shown), "", LEGEND, "", *filter(None, last)]), 0
 
 
 def main(arguments: list[str]) -> int:

@@ -26,6 +26,15 @@ def by_speed(found: list[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda one: (max(one.seconds, as_fast), one.memory, one.seconds))
 
 
+def front(found: list[Candidate]) -> list[Candidate]:
+    """Return the Pareto front: no other candidate is as small and faster, or as fast and smaller. Smallest first."""
+    kept: list[Candidate] = []
+    for one in sorted(found, key=lambda one: (one.memory, one.seconds)):
+        if not kept or one.seconds < kept[-1].seconds:
+            kept.append(one)
+    return kept
+
+
 def best_of_each(found: list[Candidate]) -> list[Candidate]:
     first: dict[str, Candidate] = {}
     for candidate in found:
@@ -54,6 +63,12 @@ def table(found: list[Candidate]) -> str:
             )
         )
     return aligned(rows, names=2, headings=1)
+
+
+LEGEND = """\
+units: number and class of the wrapped modules; inner: ranks that share a parameter; micro-batches: of a step;
+reduced: after each micro-batch, or once in a step (no_sync); memory: peak of a rank; sent: by a rank in a step;
+compute: the part of the step in which a rank computes"""
 
 
 def title(model: str, numel: int, question: Question, dtypes: tuple[torch.dtype, ...]) -> str:

@@ -49,14 +49,16 @@ def in_order(name: str) -> list[tuple[int, str]]:
 def one_name_of(names: Sequence[str]) -> str:
     """Return one name for all ``names``, which are equal ``without_numbers``: ``blocks.{0..23}.weight``.
 
-    If one number differs and makes at most four ranges, they are in the name, as ``blocks.{0..2,5}``; else a ``*`` is.
+    If one number differs, the name has its ranges, the first three of more than four: ``blocks.{0..2,5}``,
+    ``blocks.{0,2,4,...}``. Of several that differ each becomes a ``*``.
     """
     parts = list(zip(*(name.split(".") for name in names), strict=True))
     differing = [i for i, values in enumerate(parts) if len(set(values)) > 1]
     found = [values[0] for values in parts]
     for i in differing:
-        numbers = ranges(map(int, parts[i])).replace(" ", "")
-        found[i] = f"{{{numbers}}}" if len(differing) == 1 and numbers.count(",") < 4 else "*"
+        runs = ranges(map(int, parts[i])).split(", ")
+        runs = [*runs[:3], "..."] if len(runs) > 4 else runs
+        found[i] = f"{{{','.join(runs)}}}" if len(differing) == 1 else "*"
     return ".".join(found)
 
 

@@ -1,47 +1,75 @@
-"""The picture: places of parameters, shards and padding; bytes of each unit, in a step, and by strategy."""
+"""The picture: places of parameters, shards and padding; bytes of each group of equal units, in a step, by strategy."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from flatparam.fsdp.unit.memory_plan import MemoryPlan, phase
+from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan, phase
 from flatparam.inspect.planning import Settings, Unit
+from flatparam.inspect.report import equal_units
 
 PARTS = {"shard": "#12406b", "gradient": "#1f6fb4", "optimizer": "#7fb0dc", "full": "#e08a1e"}
 LABELS = {"shard": "parameter shard", "gradient": "gradient shard", "optimizer": "optimizer state", "full": "unsharded"}
 PARAMETERS = ("#7fb0dc", "#b9d4ec")  # in turn, so that the ends of parameters are visible
+TURNS = ("1, 3, 5, ...", "2, 4, 6, ...")
 PADDING = "#c0392b"
-SMALL = 7.5  # points
+SMALL = 8  # points
+WIDTH, DPI = 9, 150  # inches, and pixels of each: SMALL text is readable in a page of 800 pixels
 MOST_NAMES = 40
 SCALES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
 
 
 def draw(title: str, units: list[Unit], settings: Settings, others: dict[str, MemoryPlan], path: Path) -> None:
     """Write the picture as a PNG to ``path``. ``others``: strategy -> plan, that of ``settings`` too."""
+    figure_of(title, units, settings, others).savefig(path, format="png", dpi=DPI)
+
+
+def figure_of(title: str, units: list[Unit], settings: Settings, others: dict[str, MemoryPlan]) -> Figure:
     plan = others[settings.strategy.name]
     name, scale = _scale(max(other.peak for other in others.values()))
-    height = 2.2 + 0.22 * min(len(units), MOST_NAMES)
-    figure = Figure(figsize=(14, height + 4.2), layout="constrained")
-    panels = figure.subplots(2, 2, height_ratios=[height, 4.0], width_ratios=[1.25, 1.0])
-    _layout(panels[0][0], units)
-    _bytes(panels[0][1], units, plan)
-    _step(panels[1][0], units, plan, name, scale)
-    _strategies(panels[1][1], others, settings, name, scale)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, format="png", dpi=100)
+    groups = equal_units(units, plan)
+    heights = (1.2 + 0.25 * min(len(groups), MOST_NAMES), 2.2, 0.8 + 0.25 * len(others))
+    figure = Figure(figsize=(WIDTH, sum(heights) + 2), layout="constrained")
+    axes = figure.subplot_mosaic([["layout", "bytes"], ["step"] * 2, ["strategies"] * 2], height_ratios=heights)
+    _layout(axes["layout"], [units[members[0]] for _, members in groups])
+    _bytes(axes["bytes"], [plan.units[members[0]] for _, members in groups])
+    every = -(-len(groups) // MOST_NAMES)
+    names = [f"{name} ({len(members)} units)" if len(members) > 1 else name for name, members in groups]
+    axes["layout"].set_yticks(range(0, len(groups), every), names[::every], fontsize=SMALL)
+    axes["bytes"].set_yticks([])
+    for panel in (axes["layout"], axes["bytes"]):
+        panel.set_ylim(len(groups) - 0.4, -0.6)
+    _step(axes["step"], plan, name, scale)
+    _strategies(axes["strategies"], others, settings, name, scale)
+    figure.suptitle(fill(title, 95), fontsize=10)
+    return figure
+
+
+def caption(axes: Axes, title: str, columns: int, handles: list[Any] | None = None) -> None:
+    """Put the legend above the panel, where it covers no data, and the title above the legend."""
+    legend = axes.legend(
+        handles=axes.get_legend_handles_labels()[0] if handles is None else handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.1,
+        frameon=False,
+        ncols=columns,
+        fontsize=SMALL,
+        columnspacing=1.0,
+        handlelength=1.5,
+    )
+    axes.set_title(title, loc="left", fontsize=10, pad=6 + 13 * -(-len(legend.get_texts()) // columns))
+    axes.tick_params(labelsize=SMALL)
 
 
 def _scale(most: float) -> tuple[str, float]:
     return next((name, size) for name, size in SCALES if most >= size or size == 1.0)
-
-
-def _names(axes: Axes, units: list[Unit]) -> None:
-    every = -(-len(units) // MOST_NAMES)
-    axes.set_yticks(range(0, len(units), every), [unit.name for unit in units[::every]], fontsize=SMALL)
-    axes.invert_yaxis()
 
 
 def _layout(axes: Axes, units: list[Unit]) -> None:
@@ -57,19 +85,22 @@ def _layout(axes: Axes, units: list[Unit]) -> None:
                 ends = [begin + rank * layout.shard_numel for rank in range(1, layout.world_size + 1)]
                 axes.vlines(ends, row - 0.42, row + 0.42, color="black", lw=0.7)
             begin += layout.padded_numel
-    _names(axes, units)
-    axes.set(title="flat parameters: shards end at the lines", xlabel="elements")
-    longest = max(sum(flat.layout.padded_numel for flat, _ in unit.segments) for unit in units)
-    axes.set_xlim(0, 1.2 * longest)
-    handles = [Patch(color=PARAMETERS[0], label="parameters"), Patch(color=PADDING, label="padding")]
-    axes.legend(handles=handles, fontsize=SMALL, loc="lower right")
+    axes.set_xlabel("elements", fontsize=SMALL)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.get_offset_text().set_fontsize(SMALL)
+    axes.set_xlim(0, 1.02 * max(sum(flat.layout.padded_numel for flat, _ in unit.segments) for unit in units))
+    handles = [
+        *(Patch(color=colour, label=f"parameter {turn}") for colour, turn in zip(PARAMETERS, TURNS, strict=True)),
+        Patch(color=PADDING, label="padding"),
+        Line2D([], [], color="black", lw=0.7, label="end of a shard"),
+    ]
+    caption(axes, "the flat parameter of each unit", 2, handles)
 
 
-def _bytes(axes: Axes, units: list[Unit], plan: MemoryPlan) -> None:
-    name, scale = _scale(max(own.shard + own.gradient + own.optimizer + own.full for own in plan.units))
-    parts = {LABELS[part]: [getattr(own, part) / scale for own in plan.units] for part in PARTS}
+def _bytes(axes: Axes, units: list[UnitPlan]) -> None:
+    name, scale = _scale(max(own.shard + own.gradient + own.optimizer + own.full for own in units))
+    parts = {LABELS[part]: [getattr(own, part) / scale for own in units] for part in PARTS}
     stacked_bars(axes, parts, PARTS.values(), "a unit's bytes on each rank", name)
-    _names(axes, units)
 
 
 def stacked_bars(
@@ -80,11 +111,13 @@ def stacked_bars(
     for colour, (label, sizes) in zip(colours, parts.items(), strict=True):
         axes.barh(range(len(left)), sizes, 0.7, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.set(title=title, xlabel=unit, xlim=(0, 1.3 * (max(left) or 1.0)))  # room for the legend
-    axes.legend(fontsize=SMALL, loc="lower right")
+    axes.set_xlabel(unit, fontsize=SMALL)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlim(0, 1.02 * (max(left) or 1.0))
+    caption(axes, title, 2)
 
 
-def _step(axes: Axes, units: list[Unit], plan: MemoryPlan, name: str, scale: float) -> None:
+def _step(axes: Axes, plan: MemoryPlan, name: str, scale: float) -> None:
     moments = plan.moments
     sizes = [moment.bytes / scale for moment in moments]
     axes.bar(range(len(moments)), sizes, 1.0, color=PARTS["full"], label="unsharded, and gradients")
@@ -95,23 +128,26 @@ def _step(axes: Axes, units: list[Unit], plan: MemoryPlan, name: str, scale: flo
         (top, sizes[top]),
         textcoords="offset points",
         xytext=(0, 6),
-        ha="center",
+        ha="left" if 3 * top < len(moments) else "right" if 3 * top > 2 * len(moments) else "center",
         fontsize=SMALL,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     backward = next(i for i, moment in enumerate(moments) if moment.phase != "forward")
     axes.axvline(backward - 0.5, color="black", lw=0.8, ls=":")
     axes.set_xticks([backward / 2 - 0.5, (backward + len(moments)) / 2 - 0.5], ["forward", "backward, unit by unit"])
-    axes.set(title="a rank in one step", ylabel=name, xlim=(-0.5, len(moments) - 0.5), ylim=(0, 1.18 * max(sizes)))
-    axes.legend(fontsize=SMALL, loc="upper left")
+    axes.set(xlim=(-0.5, len(moments) - 0.5), ylim=(0, 1.18 * max(sizes)))
+    axes.set_ylabel(name, fontsize=SMALL)
+    caption(axes, "a rank in one step", 2)
 
 
 def _strategies(axes: Axes, others: dict[str, MemoryPlan], settings: Settings, name: str, scale: float) -> None:
     between = [plan.between_steps / scale for plan in others.values()]
     peaks = [plan.peak / scale for plan in others.values()]
-    axes.bar(range(len(others)), peaks, 0.7, color=PARTS["full"], label="at the peak of a step")
-    axes.bar(range(len(others)), between, 0.7, color=PARTS["shard"], label="between steps")
+    axes.barh(range(len(others)), peaks, 0.7, color=PARTS["full"], label="at the peak of a step")
+    axes.barh(range(len(others)), between, 0.7, color=PARTS["shard"], label="between steps")
     for place, peak in enumerate(peaks):
-        axes.text(place, peak, f"{peak:.3g}", ha="center", va="bottom", fontsize=SMALL)
-    axes.set_xticks(range(len(others)), list(others), fontsize=SMALL)
-    axes.set(title=f"the strategies over {settings.world_size} ranks", ylabel=name, ylim=(0, 1.18 * max(peaks)))
-    axes.legend(fontsize=SMALL)
+        axes.text(peak, place, f" {peak:.3g}", ha="left", va="center", fontsize=SMALL)
+    axes.set_yticks(range(len(others)), list(others), fontsize=SMALL)
+    axes.set(ylim=(len(others) - 0.4, -0.6), xlim=(0, 1.1 * max(peaks)))
+    axes.set_xlabel(name, fontsize=SMALL)
+    caption(axes, f"the strategies over {settings.world_size} ranks", 2)

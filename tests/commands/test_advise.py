@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import random
+from types import SimpleNamespace
 
 import inspected
 import pytest
@@ -20,6 +22,7 @@ from flatparam import MixedPrecision, ShardingStrategy
 from flatparam.__main__ import main
 from flatparam.advise.candidates import inner_sizes
 from flatparam.advise.cli import parser
+from flatparam.advise.report import front
 from flatparam.advise.timing import Load, seconds_of
 
 GRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO", "LAYER_ZERO_NESTED")
@@ -286,6 +289,9 @@ def test_the_best_come_first_and_what_does_not_fit_is_named(capsys, tmp_path):
     out = printed[printed.index("do not fit in") :]
     assert all(name in out for name in STRATEGIES if name not in strategies)
     assert "activations are not counted: give --activations" in printed
+    legend = printed[printed.index("units: ") : printed.index("best: ")]
+    words = ("units", "inner", "micro-batches", "reduced", "memory", "sent", "compute")
+    assert all(f"{word}: " in legend for word in words)
     longer, _ = advise(capsys, tmp_path, *arguments, "--gpu-memory", f"{limit}B", "--all")
     assert len(longer.splitlines()) == len(printed.splitlines()) + len(times) - len(strategies)
 
@@ -515,6 +521,24 @@ def test_it_draws(capsys, tmp_path, memory):
     arguments = ["inspected:eight", "--world-size", "8", "--gpu-memory", memory, "--picture", str(path)]
     assert main(["advise", *arguments]) == (1 if memory == "1kB" else 0)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("memory", ["1GB", "20kB", "1kB"])
+def test_labels_of_the_picture_do_not_overlap(capsys, tmp_path, monkeypatch, memory):
+    texts = inspected.drawn_texts(monkeypatch)
+    arguments = ["inspected:eight", "--world-size", "8", "--node-size", "4", "--gpu-memory", memory]
+    main(["advise", *arguments, "--picture", str(tmp_path / "advice.png")])
+    assert {"Pareto front: no other is smaller and faster", "waiting for collectives"} <= {text for text, _ in texts}
+    assert inspected.overlapping(texts) == []
+
+
+def test_the_front_has_every_plan_that_no_other_beats():
+    numbers = random.Random(3)
+    found = [SimpleNamespace(memory=numbers.randint(1, 30), seconds=numbers.randint(1, 30)) for _ in range(60)]
+    pairs = {(one.memory, one.seconds) for one in found}
+    best = {(m, s) for m, s in pairs if not any(a <= m and b <= s and (a, b) != (m, s) for a, b in pairs)}
+    assert [(one.memory, one.seconds) for one in front(found)] == sorted(best)
+    assert 2 < len(best) < len(pairs)
 
 
 def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_path):

@@ -339,6 +339,22 @@ def test_help_names_every_option(capsys):
     assert "inspect" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "LAYER_ZERO"])
+def test_labels_of_the_picture_do_not_overlap(capsys, monkeypatch, tmp_path, strategy):
+    texts = inspected.drawn_texts(monkeypatch)
+    arguments = ["inspected:uneven", "--wrap", "Block", "--segments", "--strategy", strategy]
+    arguments += ["--shard-size", "4"] if strategy == "LAYER_ZERO" else []
+    assert main(["inspect", *arguments, "--png", str(tmp_path / "plan.png")]) == 0
+    names = {text for text, _ in texts}
+    assert {"(root)", "blocks.{0..2,4..6,8..9} (8 units)", "blocks.3", "blocks.7", "ZERO_1"} <= names
+    legend = {"parameter 1, 3, 5, ...", "padding", "end of a shard", "optimizer state", "between steps"}
+    assert legend <= names
+    assert inspected.overlapping(texts) == []
+    demo = ["examples.demo.model:default_model", "--wrap", "Block"]  # its numbers of elements are long
+    assert main(["inspect", *demo, "--png", str(tmp_path / "plan.png")]) == 0
+    assert inspected.overlapping(texts) == []
+
+
 def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_path):
     inspected.without_matplotlib(monkeypatch, "flatparam.inspect.picture")
     path = tmp_path / "plan.png"

@@ -5,6 +5,9 @@ import sys
 
 import torch
 from fsdp_models import Block, Model
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from torch import nn
 
 model = Model
@@ -103,3 +106,29 @@ def without_matplotlib(monkeypatch, picture):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     package, _, name = picture.rpartition(".")
     monkeypatch.delattr(importlib.import_module(package), name, raising=False)
+
+
+def drawn_texts(monkeypatch):
+    """Return a list that collects ``(text, box in pixels)`` of each text that matplotlib draws in a figure."""
+    found = []
+    draw_text, draw_figure = Text.draw, Figure.draw
+
+    def begin(self, renderer):
+        found.clear()  # a figure is drawn once for its layout, too
+        draw_figure(self, renderer)
+
+    def draw(self, renderer):
+        draw_text(self, renderer)
+        if self.get_visible() and self.get_text().strip():
+            found.append((self.get_text(), self.get_window_extent(renderer)))
+
+    monkeypatch.setattr(Figure, "draw", begin)
+    monkeypatch.setattr(Text, "draw", draw)
+    return found
+
+
+def overlapping(texts):
+    """Return the pairs of texts that share more than a pixel."""
+    pairs = ((a, b) for i, a in enumerate(texts) for b in texts[:i])
+    cuts = ((a, b, Bbox.intersection(box, other)) for (a, box), (b, other) in pairs)
+    return [(a, b) for a, b, cut in cuts if cut is not None and min(cut.width, cut.height) > 1]
