@@ -51,8 +51,18 @@ class EqualByName(Enum):
 class ShardingStrategy(EqualByName):
     """How a unit is sharded over ranks. Each member is a row of the table in ``placement.py``.
 
+    - ``FULL_SHARD``: parameters, gradients and optimizer state over all ranks; a unit is gathered for its forward and
+      again for its backward.
+    - ``SHARD_GRAD_OP``: the same, but units stay gathered from forward to backward.
+    - ``NO_SHARD``: each rank has the whole model, and gradients are all-reduced, as in DDP.
+    - ``HYBRID_SHARD``: FULL_SHARD in an inner group of ranks, say those of a machine; the groups are replicas.
+    - ``_HYBRID_SHARD_ZERO2``: SHARD_GRAD_OP in an inner group; the groups are replicas.
+    - ``ZERO_1``: gradients and optimizer state over all ranks; each rank has the whole parameters.
+    - ``LAYER_ZERO``: parameters in an inner group, gradients and optimizer state over all ranks (docs/layerzero.md).
+    - ``LAYER_ZERO_NESTED``: the same, and gradients of micro-batches are sharded in the inner group until the last one.
+
     A member equals the member of torch's enum with the same name, and either is accepted as an argument. torch has no
-    ZERO_1 (the parameter stays whole), LAYER_ZERO and LAYER_ZERO_NESTED (docs/layerzero.md).
+    ``ZERO_1``, ``LAYER_ZERO`` and ``LAYER_ZERO_NESTED``.
     """
 
     FULL_SHARD = auto()

@@ -20,6 +20,7 @@ import pytest
 import torch
 from gloo import fake_world
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
 import flatparam
 from flatparam.fsdp import errors
@@ -51,6 +52,26 @@ def test_help_begins_with_what_the_class_does_and_explains_every_argument():
     words = [value.__doc__ for value in vars(nn.Module).values() if callable(value) and value.__doc__]
     assert words
     assert [doc for doc in words if doc.strip().splitlines()[0] in own] == []
+
+
+def test_each_strategy_has_a_line_of_help():
+    lines = inspect.getdoc(flatparam.ShardingStrategy).splitlines()
+    explained = [re.match(r"- ``(\w+)``: \w+", line) for line in lines]
+    assert [found[1] for found in explained if found] == [*flatparam.ShardingStrategy.__members__]
+
+
+def test_help_of_methods_sends_to_no_private_function():
+    """A user who reads "as ``clip`` does" cannot find ``clip``: names in quotes are public, or arguments."""
+    assert "``clip``" not in FSDP.clip_grad_norm_.__doc__
+    assert "norm_type" in FSDP.clip_grad_norm_.__doc__
+
+
+def test_the_methods_that_torchs_class_lacks_are_in_the_docs():
+    ours = {name for name in dir(FSDP) if not name.startswith("_")} - {*dir(TorchsFSDP)} - {*dir(nn.Module)}
+    methods = {name for name in ours if inspect.isfunction(getattr(FSDP, name))}
+    text = (ROOT / "docs" / "runtime.md").read_text()
+    table = text.partition("## Methods that torch's class lacks")[2].partition("\n## ")[0]
+    assert methods == set(re.findall(r"`(\w+)\(\)`", table))
 
 
 def test_the_example_in_help_trains():

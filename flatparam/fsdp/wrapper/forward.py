@@ -419,8 +419,11 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
 def clip_grad_norm_(wrapper: Wrapper, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients so that their norm over all ranks is at most ``max_norm``. Return the norm before.
 
-    A collective call, for the root, between backward and the optimizer's step.
-    Raises: ValueError for accumulated gradients that are not reduced yet, and for the arguments as ``clip`` does.
+    A collective call, for the root, between backward and the optimizer's step. ``norm_type``: 2 is the Euclidean norm,
+    infinity the largest element. The norm is computed in fp32, or in fp64 if a parameter is in fp64; every rank returns
+    the same, in the widest real dtype of the gradients.
+    Raises: ValueError for accumulated gradients that are not reduced yet, for a ``max_norm`` that is NaN or below 0,
+    and for a ``norm_type`` that is not above 0. The gradients are as before then.
     """
     modules = list(wrapper.modules())
     wrapper._check_root("clip_grad_norm_", modules)
