@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,14 +37,20 @@ def simulated(program: Any, size: int, seed: int = 0, *args: Any, **options: Any
     Errors of ranks come back as ``(class name, text)``. Args: ``options``: of ``ranks.simulate``.
     Raises: SimulatedError if the process died.
     """
-    return _ask((program.__module__, program.__qualname__, size, seed, args, options))
+    module = program.__module__
+    return SimpleNamespace(**ask(module, _run, module, program.__qualname__, size, seed, args, options))
 
 
-def _ask(request: Any) -> Any:
+def ask(imported: str, function: Any, *args: Any, patience: float = 600.0) -> Any:
+    """Return ``function(*args)``, called in a child of the warm process.
+
+    Args: ``imported``: the name of a module to import before the fork; ``patience``: real seconds it may take.
+    Raises: SimulatedError if it raises, or if the child dies or does not end in time.
+    """
     global _server
     if _server is None:
         _server = _Server()
-    return _server.ask(request)
+    return _server.ask(imported, function.__module__, function.__qualname__, args, patience)
 
 
 class _Server:
@@ -68,22 +75,34 @@ class _Server:
             env=environment,
             cwd=FOLDER.parents[1],
             pass_fds=[there.fileno()],
+            start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).personality(_ADDR_NO_RANDOMIZE),
         )
         there.close()
         atexit.register(self.close)
 
-    def ask(self, request: Any) -> Any:
-        self._connection.send((sys.path, request))
+    def ask(self, *request: Any) -> Any:
         try:
+            self._connection.send((sys.path, *request))
             kind, value = pickle.loads(self._connection.recv_bytes())
-        except EOFError:
-            raise SimulatedError("the process of the simulation has ended") from None
+        except BaseException as error:  # of pytest, too: the next request would take this answer
+            self.kill()
+            if isinstance(error, (EOFError, ConnectionError)):
+                raise SimulatedError("the process of the simulation has ended") from None
+            raise
         if kind == "error":
             raise SimulatedError(value)
-        return SimpleNamespace(**value)
+        return value
+
+    def kill(self) -> None:
+        """End the process and its children; the next request starts another."""
+        global _server
+        _server = None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self.close()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._connection.close()
         self._process.wait()
         self._proc.cleanup()
@@ -93,45 +112,55 @@ def _serve(connection: Connection) -> None:
     """Answer requests until the other side closes."""
     while True:
         try:
-            path, request = connection.recv()
+            path, imported, module, name, args, patience = connection.recv()
         except EOFError:
             return
         sys.path[:] = path
-        if request[0] not in sys.modules:
+        if imported not in sys.modules:
             with contextlib.suppress(Exception):  # the child raises it, too
-                importlib.import_module(request[0])
+                importlib.import_module(imported)
             gc.collect()
             gc.freeze()
         here, there = Pipe(duplex=False)
         child = os.fork()
         if child == 0:
-            there.send_bytes(pickle.dumps(_answer(*request)))
+            there.send_bytes(pickle.dumps(_answer(module, name, args)))
             os._exit(0)
         there.close()
         try:
-            connection.send_bytes(here.recv_bytes())
+            if not here.poll(patience):
+                os.kill(child, signal.SIGKILL)
+            answer = here.recv_bytes()
         except EOFError:
             _, status = os.waitpid(child, 0)
-            connection.send_bytes(pickle.dumps(("error", f"the run died with status {status}")))
+            answer = pickle.dumps(("error", f"the run died with status {status}"))
         else:
             os.waitpid(child, 0)
+        connection.send_bytes(answer)
 
 
-def _answer(module: str, name: str, size: int, seed: int, args: Any, options: dict[str, Any]) -> tuple[str, Any]:
+def _answer(module: str, name: str, args: Any) -> tuple[str, Any]:
+    import traceback
+
+    try:
+        return "value", getattr(importlib.import_module(module), name)(*args)
+    except BaseException:
+        return "error", traceback.format_exc()
+
+
+def _run(module: str, name: str, size: int, seed: int, args: Any, options: dict[str, Any]) -> dict[str, Any]:
     import traceback
 
     from . import ranks
 
-    try:
-        program = getattr(importlib.import_module(module), name)
-        run = ranks.simulate(lambda rank: program(rank, *args), size, seed, **options)
-        errors = {
-            rank: (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-            for rank, error in run.errors.items()
-        }
-        return "run", {**vars(run), "errors": errors, "story": run.story()}
-    except BaseException:
-        return "error", traceback.format_exc()
+    warnings.simplefilter("ignore")
+    program = getattr(importlib.import_module(module), name)
+    run = ranks.simulate(lambda rank: program(rank, *args), size, seed, **options)
+    errors = {
+        rank: (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        for rank, error in run.errors.items()
+    }
+    return {**vars(run), "errors": errors, "story": run.story()}
 
 
 def _load(library: str) -> None:
@@ -145,13 +174,12 @@ def _load(library: str) -> None:
 
 
 if __name__ == "__main__":
+    import gloo
     import torch
-    import torch._dynamo  # many calls of torch import it
 
-    import flatparam  # noqa: F401
-
+    for each in gloo.PRELOADED:
+        importlib.import_module(each)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     _load(sys.argv[2])
     importlib.import_module("tests.simulation.ranks")
     gc.collect()

@@ -63,6 +63,8 @@ static uint64_t generator, digest;
 static int64_t now, limit, steps, looks;
 static int chance, n_first, reason;
 static void (*at_point)(int rank, int64_t point);
+static int current = -1; /* the rank of the thread that has the baton */
+static void (*at_change)(int from, int to);
 static bool is_running;
 static _Atomic uint32_t controller; /* futex: 1 once the run is over */
 
@@ -145,8 +147,18 @@ ready_at(const struct thread *thread)
 }
 
 static void
+change_to(int rank)
+{
+    if (rank != current && at_change != NULL) {
+        at_change(current, rank);
+    }
+    current = rank;
+}
+
+static void
 stop(int why)
 {
+    change_to(-1);
     reason = why;
     is_running = false;
     futex_wake(&controller);
@@ -184,6 +196,7 @@ next(void)
         looks = 0;
         note((uint64_t)i);
         note((uint64_t)now);
+        change_to(threads[i].rank);
         return &threads[i];
     }
 }
@@ -280,6 +293,12 @@ int
 fp_sim_rank(void)
 {
     return me == NULL ? -1 : me->rank;
+}
+
+void
+fp_sim_at_change(void (*hook)(int from, int to))
+{
+    at_change = hook;
 }
 
 int64_t

@@ -41,6 +41,11 @@ int fp_sim_run(void);
 /* The rank of this thread; -1: none. */
 int fp_sim_rank(void);
 
+/* Call hook(from, to) each time when a thread of another rank gets the baton, in the thread that gives it up, which may not
+ * have the GIL; the controller's rank is -1. The hook keeps what the process has once and each rank should have. It waits
+ * for nothing. */
+void fp_sim_at_change(void (*hook)(int from, int to));
+
 /* Virtual nanoseconds since the run began. */
 int64_t fp_sim_now(void);
 

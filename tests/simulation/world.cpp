@@ -25,6 +25,7 @@
 #include <tuple>
 #include <vector>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -989,6 +990,28 @@ strike(int rank, int64_t point)
     }
 }
 
+// The default generator of random numbers, of which a process has one, and each rank should.
+struct Randomness {
+    at::mt19937 engine;
+    std::optional<float> next_float;
+    std::optional<double> next_double;
+};
+
+std::map<int, Randomness> randomness; // of the ranks that do not have the baton
+
+void
+change_randomness(int from, int to)
+{
+    auto *generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+    randomness[from] = {generator->engine(), generator->next_float_normal_sample(),
+                        generator->next_double_normal_sample()};
+    const auto found = randomness.find(to);
+    const Randomness &next = found == randomness.end() ? randomness.at(-1) : found->second; /* all begin alike */
+    generator->set_engine(next.engine);
+    generator->set_next_float_normal_sample(next.next_float);
+    generator->set_next_double_normal_sample(next.next_double);
+}
+
 } // namespace
 
 PYBIND11_MODULE(_simulated_world, module)
@@ -1004,6 +1027,8 @@ PYBIND11_MODULE(_simulated_world, module)
                 universe->faults.push_back({.kind = kind, .rank = rank, .point = point, .nanoseconds = nanoseconds});
             }
             fp_sim_at_points(&strike);
+            randomness.clear();
+            fp_sim_at_change(change_randomness);
         },
         "Begin another run. longest: virtual nanoseconds until a rank sees that a collective has ended; host: the rank "
         "whose process has the store, or -1; faults: (kind, rank, point, nanoseconds) of each.");

@@ -47,7 +47,7 @@ ENDING = 30.0  # seconds in which a process that has closed its pipe ends, on a 
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
-_note_to = None  # in a rank: the connection to the test process
+tell = None  # in a rank: gives the test process a text
 
 
 class RankFailure(AssertionError):
@@ -56,24 +56,28 @@ class RankFailure(AssertionError):
 
 def note(text):
     """Tell the test process what this rank is doing now: the failure message of a hang or a crash shows it."""
-    if _note_to is not None:
-        _note_to.send_bytes(pickle.dumps(("note", str(text))))
+    if tell is not None:
+        tell(str(text))
 
 
-_said = collections.Counter()  # how often each was, or was waited for
+_said = collections.Counter()  # by rank, as ranks may be threads: how often each was, or was waited for
+
+
+def _time(what):
+    """Return the key in the store for the next time that this is said."""
+    _said[dist.get_rank(), what] += 1
+    return f"said: {what}, {_said[dist.get_rank(), what]}"
 
 
 def say(what):
     """Let ranks go on that wait until this is said, as often. Through the world's store: no collective takes part."""
-    _said[what] += 1
-    dist.distributed_c10d._get_default_store().set(f"said: {what}, {_said[what]}", "")
+    dist.distributed_c10d._get_default_store().set(_time(what), "")
 
 
 def wait_until_said(what):
     """Without the store's own wait, which would keep other threads of this rank from it."""
-    _said[what] += 1
-    store = dist.distributed_c10d._get_default_store()
-    while not store.check([f"said: {what}, {_said[what]}"]):
+    store, key = dist.distributed_c10d._get_default_store(), _time(what)
+    while not store.check([key]):
         time.sleep(0.01)
 
 
@@ -224,7 +228,7 @@ def _wait_for(ranks, deadline, grace=GRACE):
 
 
 def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment):
-    global _note_to
+    global tell
     _die_with_the_parent()
     output = os.open(os.path.join(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -237,7 +241,10 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there is a GPU
     dist.set_debug_level_from_env()
     torch.set_num_threads(1)
-    _note_to = writing
+
+    def tell(text):
+        writing.send_bytes(pickle.dumps(("note", text)))
+
     try:
         dist.init_process_group(
             "gloo",
@@ -296,15 +303,24 @@ def handle_of(kind):
 
     if kind not in HANDLES:
         raise ValueError(f"expected one of {HANDLES}, got {kind!r}")
-    if flatparam.is_installed():
-        raise AssertionError("flatparam is installed already: the comparison would be with itself")
     if kind == "flatparam":
-        flatparam.install()
+        if not _inside:
+            if flatparam.is_installed():
+                raise AssertionError("flatparam is installed already: the comparison would be with itself")
+            flatparam.install()
+        _inside.append(dist.get_rank())
+    elif flatparam.is_installed():
+        raise AssertionError("flatparam is installed already: the comparison would be with itself")
     try:
         yield
     finally:
         if kind == "flatparam":
-            flatparam.uninstall()
+            _inside.pop()
+            if not _inside:
+                flatparam.uninstall()
+
+
+_inside = []  # the ranks of this process, which may be threads, that use our handle
 
 
 def check_handles(model, kind):

@@ -15,9 +15,10 @@ _groups = {}
 
 def group_of(ranks):
     """One group for each set of ranks; every rank of the world calls it for every group, in one order."""
-    if tuple(ranks) not in _groups:
-        _groups[tuple(ranks)] = dist.new_group(list(ranks))
-    return _groups[tuple(ranks)]
+    key = dist.get_rank(), tuple(ranks)  # simulated ranks share this module
+    if key not in _groups:
+        _groups[key] = dist.new_group(list(ranks))
+    return _groups[key]
 
 
 def rows(inner, strided=False):
