@@ -57,6 +57,7 @@ lint:
 	@$(call ENVIRONMENT,build demo lint) $(BUILD) set -x; \
 	"$$py" -m ruff check . && "$$py" -m ruff format --check . && \
 	"$$(dirname "$$py")/clang-format" --dry-run -Werror $(C_FILES) && \
+	"$$(dirname "$$py")/basedpyright" --pythonpath "$$py" && \
 	"$$py" -m mypy && printf '[mypy]\n[mypy-torch.*,flatparam.*]\nfollow_imports = skip\n' | \
 	"$$py" -m mypy.stubtest --mypy-config-file /dev/stdin flatparam._C
 

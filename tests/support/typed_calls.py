@@ -1,6 +1,6 @@
-"""Calls that type checkers see and nothing runs: `make lint` checks this file with mypy.
+"""Calls that type checkers see and nothing runs: `make lint` checks this file with mypy and pyright.
 
-An ignored error that mypy does not find is an error itself, so an argument of type Any fails the check.
+An ignored error that they do not find is an error itself, so an argument of type Any fails the checks.
 """
 
 import functools
@@ -31,7 +31,7 @@ def taken(module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> None
 
 def refused(module: nn.Module, group: dist.ProcessGroup) -> None:
     """What the constructor refuses with a TypeError."""
-    FullyShardedDataParallel(module, "inner")  # type: ignore[arg-type]
-    FullyShardedDataParallel(module, group, 3)  # type: ignore[arg-type]
-    FullyShardedDataParallel(module, auto_wrap_policy=1000)  # type: ignore[arg-type]
-    FullyShardedDataParallel(module, device_mesh=(2, 2))  # type: ignore[arg-type]
+    FullyShardedDataParallel(module, "inner")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    FullyShardedDataParallel(module, group, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    FullyShardedDataParallel(module, auto_wrap_policy=1000)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    FullyShardedDataParallel(module, device_mesh=(2, 2))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
