@@ -10,6 +10,7 @@ The text is Python's own help pages, as bytes, so nothing is downloaded. The las
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 from pydoc_data import topics
@@ -118,6 +119,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train(options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 

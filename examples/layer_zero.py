@@ -14,6 +14,7 @@ machines twice a step, however many micro-batches there are. The last lines:
 
 import argparse
 import contextlib
+import gc
 import os
 
 import torch
@@ -84,6 +85,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     for strategy in STRATEGIES:
         train(strategy, options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 

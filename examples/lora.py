@@ -11,6 +11,7 @@ gradients or optimizer state. The adapters are 15 lines here; examples/qlora.py 
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class LoRA(nn.Module):
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
-    module = Base().requires_grad_(False)  # a real one: from_pretrained(), or flatparam.load_safetensors() below
+    module = Base().requires_grad_(False)  # yours: from_pretrained()
     base_bytes = sum(parameter.nbytes for parameter in module.parameters())
     for name, layer in list(module.named_modules()):
         if isinstance(layer, nn.Linear) and name.startswith("blocks"):
@@ -92,6 +93,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     gradients = sum(parameter.grad.numel() for parameter in model.parameters() if parameter.grad is not None)
     elements = sum(parameter.numel() for parameter in trained)
     say(f"each rank holds {frozen:,} frozen and {elements:,} trained elements, {gradients:,} elements of gradients")
+    optimizer.zero_grad()  # a checkpoint would have the gradients, too
     checkpoint.save(options.out, model, optimizer, trainable_only=True, overwrite=True)
     if dist.get_rank() == 0:
         file = options.out / "adapters.safetensors"
@@ -116,6 +118,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train(options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 

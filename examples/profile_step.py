@@ -10,6 +10,7 @@ gradients. On GPUs the trace, for https://ui.perfetto.dev, shows the kernels bes
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train(options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ Without --model it makes a tiny random Llama. The last lines:
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -61,9 +62,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     for step in range(1, options.steps + 1):
         tokens = ((torch.randint(64, (8, 1)) + torch.arange(12)) % 64).to(device)  # your text goes here
         loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         if step % 10 == 0:
             say(f"step {step}: loss {loss.item():.2f}")
     in_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.dtype == torch.uint8)
@@ -92,6 +93,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train(options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ optimizer state. The last lines of the first two:
 """
 
 import argparse
+import gc
 import hashlib
 import os
 from pathlib import Path
@@ -63,9 +64,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(world * step + dist.get_rank())
         x = torch.randn(16, 32, generator=generator).to(device)
         loss = F.mse_loss(model(x), x.sort().values)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     done = first + options.steps
     checkpoint.save(options.folder, model, optimizer, {"step": done}, overwrite=True)
     say(f"saved at step {done}: sha256 {sum_of(model, optimizer)}")
@@ -88,6 +89,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train(options, device)
+    gc.collect()  # deletes the model, which holds the process group
     dist.destroy_process_group()
 
 
