@@ -60,7 +60,7 @@ def main() -> int:
     drawn = picture.draw(by_key, out)
     if arguments.docs:
         page = ROOT / "docs" / "performance.md"
-        document.write(by_key, machine, page, ROOT / "docs" / "targets.md")
+        document.write(by_key, machine, page)
         picture.draw(document.read(page), page.parent)
     print(f"== {out}/*.json, {', '.join(map(str, drawn))}")
     return 0

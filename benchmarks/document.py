@@ -1,6 +1,7 @@
 """The tables as Markdown, each into its place in a page, between ``<!-- table KEY -->`` and ``<!-- end -->``.
 
-Users read docs/performance.md, without targets; maintainers read the targets, met and missed, in docs/targets.md.
+Users read docs/performance.md and docs/gpu.md, without targets; maintainers read the targets, met and missed, in
+docs/targets.md.
 ``read`` takes the figures out of a page again, to draw them.
 """
 
@@ -15,16 +16,24 @@ FIGURE = r"(-?[\d.]+(?:e[+-]?\d+)?)"
 CELL = re.compile(rf"{FIGURE} ?([^ =]*)(?: = {FIGURE}x \({FIGURE}-{FIGURE}\))?")  # of rows.cell()
 
 
-def write(tables: Mapping[str, Table], machine: Mapping[str, str], path: Path, targets: Path | None = None) -> None:
-    """Replace the tables that were measured; ``machine`` stands in the place of the table ``machine``.
+TARGETS = Path(__file__).parents[1] / "docs" / "targets.md"
 
-    ``targets``: the page that gets the targets, which ``path`` then lacks; None: they are a column in ``path``.
+
+def write(
+    tables: Mapping[str, Table],
+    machine: Mapping[str, str],
+    path: Path,
+    machine_key: str = "machine",
+    targets: Path = TARGETS,
+) -> None:
+    """Replace the tables that were measured: the figures in ``path``, what became of their targets in ``targets``.
+
+    ``machine`` stands in the place of the table ``machine_key`` of both.
     """
-    said = {"machine": [", ".join(f"{name}: {value}" for name, value in machine.items()) + "."]}
-    _replace({key: markdown(table, targets is None) for key, table in tables.items()} | said, path)
-    if targets is not None:
-        judged = {key: table.rows for key, table in tables.items() if any(row.target for row in table.rows)}
-        _replace({key: _targets(rows) for key, rows in judged.items()} | said, targets)
+    said = {machine_key: [", ".join(f"{name}: {value}" for name, value in machine.items()) + "."]}
+    _replace({key: markdown(table) for key, table in tables.items()} | said, path)
+    judged = {key: table.rows for key, table in tables.items() if any(row.target for row in table.rows)}
+    _replace({key: _targets(rows) for key, rows in judged.items()} | said, targets)
 
 
 def _replace(parts: Mapping[str, list[str]], path: Path) -> None:
@@ -61,21 +70,17 @@ def _row(head: list[str], line: list[str]) -> Row:
     return row
 
 
-def markdown(table: Table, targets: bool) -> list[str]:
-    """Lines of one table. ``targets``: with a column of targets."""
+def markdown(table: Table) -> list[str]:
+    """Lines of one table, without targets."""
     if not table.rows:
         return [table.note]
-    return _by_size(table.rows) if table.key == "a" else _plain(table.rows, targets)
+    return _by_size(table.rows) if table.key == "a" else _plain(table.rows)
 
 
-def _plain(rows: list[Row], targets: bool) -> list[str]:
+def _plain(rows: list[Row]) -> list[str]:
     names = columns(rows)
-    head = ["", "", *names, *(["target"] if targets else [])]
-    lines = _lines(head)
-    for row in rows:
-        target = f"{row.target}: {verdict(row)}" if row.target else ""
-        lines.append(_line([row.what, row.size, *(cell(row, name) for name in names), *([target] if targets else [])]))
-    return lines
+    cells = ([row.what, row.size, *(cell(row, name) for name in names)] for row in rows)
+    return [*_lines(["", "", *names]), *map(_line, cells)]
 
 
 def _targets(rows: list[Row]) -> list[str]:

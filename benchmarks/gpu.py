@@ -1,4 +1,4 @@
-"""``make bench-gpu``: the kernels, the step, its memory and wrapping on a GPU; ``--docs`` writes docs/gpu.md too.
+"""``make bench-gpu``: the kernels, the step, its memory and wrapping on a GPU; ``--docs`` writes docs too.
 
 ``--device cpu`` runs the same code without a GPU, to see that it runs: its figures say nothing of one.
 """
@@ -47,7 +47,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the code")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the JSON files")
-    parser.add_argument("--docs", action="store_true", help="write tables and picture into docs/gpu.* too")
+    parser.add_argument(
+        "--docs", action="store_true", help="write tables and picture into docs/gpu.* and docs/targets.md too"
+    )
     arguments = parser.parse_args()
     device = current(arguments.device)
     by_key = {}
@@ -60,7 +62,7 @@ def main() -> int:
             by_key[table.key] = table
     draw(by_key, arguments.out / "gpu.png")
     if arguments.docs:
-        document.write(by_key, _machine(device), ROOT / "docs" / "gpu.md")
+        document.write(by_key, _machine(device), ROOT / "docs" / "gpu.md", "gpu-machine")
         draw(by_key, ROOT / "docs" / "gpu.png")
     return 0
 
