@@ -11,7 +11,7 @@ CHECKED = build/checked
 CHECKS = fsdp/unit/test_fsdp_random.py fsdp/unit/test_unit_type.py
 C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h tests/c/*/*.c tests/c/*/*.h benchmarks/*.c)
 
-.PHONY: help venv build wheel demo test test-all equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
+.PHONY: help venv build wheel demo test test-all simulate simulate-release equality integrations bench docs coverage instructions lint format asan check-build cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 
 help:
 	@sed -n '/^| `[mPA]/{s/\[\([^]]*\)\]([^)]*)/\1/g;s/`//g;s/^| //;s/ |$$//;s/ | /|/;p;}' CONTRIBUTING.md | \
@@ -33,6 +33,11 @@ test: MARKED = -m "not thorough"
 test test-all:
 	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest -n auto --maxprocesses 5 --dist loadfile \
 		--no-loadscope-reorder $(MARKED) $(ARGS)
+
+simulate: SEEDS = 5000
+simulate-release: SEEDS = 100000
+simulate simulate-release:
+	@$(call ENVIRONMENT,build test) $(BUILD) PYTHONPATH=.:tests/support "$$py" -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
 equality:
 	@$(call ENVIRONMENT,build test) $(BUILD) PYTHONPATH=.:tests/support "$$py" tests/support/equality.py --docs $(ARGS)

@@ -1,0 +1,53 @@
+"""Checks of one rank at quiet points. Each raises an AssertionError that names the first difference."""
+
+import torch
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp.unit.local_params import local_params_of
+
+
+def check_output(found, wanted):
+    assert torch.equal(found, wanted), f"the output differs by {(found - wanted).abs().max()}"
+
+
+def check_parameters(model, wanted):
+    """This rank's shards are its part of the unsharded parameters."""
+    for local in local_params_of(model, buffers=False):
+        for name in local.names:
+            part = local.slice_of(wanted[name])
+            assert torch.equal(local.flat, part), f"`{name}` differs by {(local.flat - part).abs().max()}"
+
+
+def check_whole(model, wanted):
+    """The unsharded parameters; a collective call."""
+    with FSDP.summon_full_params(model, writeback=False):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, wanted[name]), f"whole `{name}` differs by {(param - wanted[name]).abs().max()}"
+
+
+def check_gradients(model, wanted):
+    """The gradients of this rank's shards; None counts as zeros."""
+    for local in local_params_of(model, buffers=False):
+        if local.owner.grad is None:
+            grad = None
+        elif local.unit is None or local.unit.options.use_orig_params:
+            grad = local.owner.grad.reshape(-1)
+        else:
+            grad = local.owner.grad.narrow(0, local.shard_slice.start, local.numel) if local.numel else local.flat[:0]
+        for name in local.names:
+            whole = wanted[name]
+            if whole is None or grad is None:
+                there = grad if whole is None else local.slice_of(whole)
+                assert there is None or not there.any(), f"`{name}` has {'no' if grad is None else 'a'} gradient"
+            else:
+                part = local.slice_of(whole)
+                assert torch.equal(grad, part), f"the gradient of `{name}` differs by {(grad - part).abs().max()}"
+
+
+def check_rest(model):
+    """No unit is whole but those that stay whole; no gather is pending."""
+    for unit in FSDP.fsdp_modules(model):
+        core = unit._unit.core
+        if not any(flat_param.placement.param is not None for flat_param in unit._unit.flat_params):
+            continue
+        assert not core.is_gathered, f"a unit of {unit.module} is whole"

@@ -1,0 +1,362 @@
+"""Random training programs: a seed gives a program, a dict of plain values that lists each decision.
+
+| key | value |
+|---|---|
+| `width`, `tied` | width of the model; whether the embedding is the output's weight, too |
+| `layers` | a dict each: `name`, `kind` (of `KINDS`), `unit`, `how` (of `HOW`), `frozen`, `double` |
+| `phases` | a dict each: `size` and settings of the wrapper (`DEFAULTS`), the optimizer, `ops` |
+
+A phase after the first one goes on from the checkpoint of the phase before, in a new world. An op is a list:
+
+| op | does |
+|---|---|
+| `backward, key, synced` | a forward and a backward on the batch `key` of each rank, in `no_sync` unless `synced` |
+| `twice, key, synced` | the same, with two backwards over one graph |
+| `step` | clips, steps the optimizers, clears gradients |
+| `clear` | clears gradients without a step |
+| `evaluate, key` | a forward in `eval()` without gradients |
+| `raise, key, layer, where` | a forward or a backward in which `layer` raises on all ranks; clears gradients |
+| `summon, name` | writes to the parameter in `summon_full_params` |
+| `freeze, layer, frozen` | freezes or unfreezes the parameters of `layer` |
+| `other, key` | a step of the optimizer of another module, which has no unit |
+"""
+
+import random
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+TOKENS, ROWS, LENGTH = 7, 2, 3
+HOW = ("call", "call", "call", "call", "twice", "unused", "checkpoint", "reentrant")
+STRATEGIES = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "ZERO_1",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
+    "LAYER_ZERO",
+    "LAYER_ZERO_NESTED",
+)
+GRIDS = STRATEGIES[4:]
+PRECISIONS = {
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, None),
+    "bf16, reduced in fp32": (torch.bfloat16, torch.float32),
+    "fp32, reduced in bf16": (None, torch.bfloat16),
+}
+DEFAULTS = {
+    "strategy": "FULL_SHARD",
+    "inner": 1,
+    "orig": False,
+    "segments": True,
+    "atomic": None,
+    "alignment": None,
+    "prefetch": None,
+    "forward_prefetch": False,
+    "precision": "fp32",
+    "optimizer": "SGD",
+    "clip": None,
+    "set_to_none": True,
+    "kind": "ours",
+}
+
+
+class Block(nn.Module):
+    """Odd sizes, one layer without bias: padding and empty shards occur."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width + 1)
+        self.outer = nn.Linear(2 * width + 1, width, bias=False)
+        self.scale = nn.Parameter(torch.full((width,), 1.5))
+
+    def forward(self, x, route):
+        return self.scale * self.outer(torch.tanh(self.inner(x)))
+
+
+class Plain(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+
+    def forward(self, x, route):
+        return torch.tanh(super().forward(x))
+
+
+class Experts(nn.Module):
+    """Three experts; each batch comes to one of them, so others get no gradient."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x, route):
+        return self.experts[route % 3](x)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.encoder, self.decoder = Plain(width), Plain(width)
+        self.joins = nn.Linear(2 * width, width)
+
+    def forward(self, x, route):
+        memory = self.encoder(x, route)
+        return self.joins(torch.cat([self.decoder(x, route), memory], -1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x, route):
+        return self.lstm(x)[0]
+
+
+class Convolution(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.convolution = nn.Conv1d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x, route):
+        return self.norm(self.convolution(x.transpose(1, 2))).transpose(1, 2)
+
+
+class WeightNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+
+    def forward(self, x, route):
+        return self.linear(x)
+
+
+class Listed(nn.Module):
+    """A list of parameters, among them one without dimensions and one without elements."""
+
+    def __init__(self, width):
+        super().__init__()
+        shapes = ((width,), (), (0,), (1,), (width, width))
+        self.listed = nn.ParameterList(nn.Parameter(torch.randn(shape) / 2) for shape in shapes)
+
+    def forward(self, x, route):
+        vector, scalar, empty, one, matrix = self.listed
+        return (x @ matrix) * vector + scalar * one + empty.sum()
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.heads = nn.Linear(width, 3 * width)
+
+    def forward(self, x, route):
+        q, k, v = self.heads(self.norm(x)).chunk(3, -1)
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+KINDS = {
+    "block": Block,
+    "plain": Plain,
+    "experts": Experts,
+    "encoder-decoder": EncoderDecoder,
+    "lstm": Recurrent,
+    "convolution": Convolution,
+    "weight norm": WeightNorm,
+    "listed": Listed,
+    "attention": Attention,
+}
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.03125),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.03125, momentum=0.5),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.0078125),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.0078125),
+}
+
+
+class RaisedOnAllRanks(Exception):
+    pass
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RaisedOnAllRanks
+
+
+class Layer(nn.Module):
+    """A module of ``KINDS``. ``raises``: None, "forward" or "backward"."""
+
+    def __init__(self, decisions, width):
+        super().__init__()
+        self.inside = KINDS[decisions["kind"]](width)
+        self.dtype = torch.float64 if decisions["double"] else None
+        if self.dtype:
+            self.to(self.dtype)
+        self.requires_grad_(not decisions["frozen"])
+        self.raises = None
+
+    def forward(self, x, route):
+        y = self.inside(x if self.dtype is None else x.to(self.dtype), route).to(x.dtype)
+        if self.raises == "forward":
+            raise RaisedOnAllRanks
+        return _Raise.apply(y) if self.raises == "backward" else y
+
+
+class Model(nn.Module):
+    def __init__(self, program):
+        super().__init__()
+        width = program["width"]
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.layers = nn.ModuleDict({each["name"]: Layer(each, width) for each in program["layers"]})
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        if program["tied"]:
+            self.head.weight = self.embedding.weight
+        self.how = {each["name"]: each["how"] for each in program["layers"]}
+
+    def forward(self, tokens, route):
+        x = self.embedding(tokens)
+        for name, layer in self.layers.items():
+            how = self.how[name]
+            if how == "unused":
+                layer(x, route)
+            elif how in ("checkpoint", "reentrant") and torch.is_grad_enabled():
+                x = x + checkpoint(layer, x, route, use_reentrant=how == "reentrant")
+            else:
+                x = x + layer(x, route)
+                x = x + layer(x, route) if how == "twice" else x
+        return self.head(x)
+
+
+def is_valid(program):
+    """Whether nothing unreduced is stepped or saved, and the reference knows each rounding."""
+    for phase in program["phases"]:
+        phase = DEFAULTS | phase
+        if phase["precision"] != "fp32" and phase["size"] == 1:
+            return False
+        reduced = True
+        for op in [*phase["ops"], ["step"]]:
+            if op[0] in ("backward", "twice"):
+                reduced = op[2]
+            elif op[0] in ("clear", "raise"):
+                reduced = True
+            if not reduced and (op[0] == "step" or not _may_accumulate(program["layers"], phase)):
+                return False
+    return True
+
+
+def _may_accumulate(layers, phase):
+    """False: what ``no_sync`` keeps of some unit may be reduced apart from the last micro-batch, with other roundings.
+
+    It is so for units with a copy of their shards in reentrant checkpoints: the outer graph has no node of theirs.
+    """
+    has_copy = phase["strategy"] == "ZERO_1" or phase["strategy"].startswith("LAYER_ZERO")
+    return not has_copy or not any(each["unit"] and each["how"] == "reentrant" for each in layers)
+
+
+def build(program):
+    """The unsharded model; the same one in each call. To be called outside of ranks: torch has one generator."""
+    torch.manual_seed(program["seed"])
+    return Model(program)
+
+
+def batch(key, rank):
+    generator = torch.Generator().manual_seed(1000 * key + rank)
+    return torch.randint(TOKENS, (ROWS, LENGTH), generator=generator), (key * 5 + rank * (key % 2)) % 3
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def draw(seed):
+    """Return the program of ``seed``."""
+    source = random.Random(seed)
+    layers = [_layer(source, f"l{i}") for i in range(source.randint(1, 4))]
+    program = {"seed": seed, "width": source.randint(2, 5), "tied": source.random() < 0.3, "layers": layers}
+    low = source.random() < 0.3
+    if low:  # in bf16 a kernel may round otherwise for another alignment
+        for layer in layers:
+            layer["double"] = False
+            if layer["how"] in ("twice", "reentrant"):
+                layer["how"] = "call"
+            if layer["kind"] not in ("block", "plain", "experts", "encoder-decoder", "attention"):
+                layer["kind"] = "block"
+    optimizer = source.choice(["SGD"] if _has_unused(layers) else list(OPTIMIZERS))
+    program["phases"] = [
+        _phase(source, program, low, optimizer, 10 * i) for i in range(source.choice([1, 1, 1, 2, 2, 3]))
+    ]
+    return program
+
+
+def _layer(source, name):
+    return {
+        "name": name,
+        "kind": source.choice(list(KINDS)),
+        "unit": source.random() < 0.7,
+        "how": source.choice(HOW),
+        "frozen": source.random() < 0.1,
+        "double": source.random() < 0.1,
+    }
+
+
+def _has_unused(layers):
+    return any(each["how"] == "unused" or each["kind"] == "experts" for each in layers)
+
+
+def _phase(source, program, low, optimizer, first):
+    has_list = any(each["kind"] == "listed" for each in program["layers"])
+    no_clip = has_list or any(each["double"] for each in program["layers"])  # torch's norms take neither
+    size = source.choice([2 if low else 1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8])
+    phase = {
+        "size": size,
+        "strategy": source.choice(STRATEGIES),
+        "inner": source.choice([n for n in range(1, size + 1) if size % n == 0]),
+        "orig": source.random() < 0.5,
+        "segments": True,
+        "atomic": source.choice([None, None, "row"]),
+        "alignment": source.choice([None, None, 16, 64]),
+        "prefetch": source.choice([None, "BACKWARD_PRE", "BACKWARD_POST"]),
+        "forward_prefetch": source.random() < 0.5,
+        "precision": source.choice(list(PRECISIONS)[1:]) if low else "fp32",
+        "optimizer": optimizer,
+        "clip": None if no_clip else source.choice([None, None, 0.5]),
+        "set_to_none": optimizer != "SGD" or source.random() < 0.8,
+        "kind": "ours" if has_list else source.choice(["ours", "full"]),
+        "ops": [],
+    }
+    steps = source.randint(1, 4)
+    for i in range(steps):
+        phase["ops"] += _ops_of_step(source, program, phase, (first + i) * 10)
+    return phase
+
+
+def _ops_of_step(source, program, phase, key):
+    """Return what comes to one step of the optimizer, or to a skipped one."""
+    names = [each["name"] for each in program["layers"]]
+    freezable = [each["name"] for each in program["layers"] if each["unit"] or phase["orig"]]
+    ops = []
+
+    def may_be(chance, *op):
+        if source.random() < chance:
+            ops.append(list(op))
+
+    if freezable and not phase["optimizer"].startswith("Adam"):  # a step number for a whole flat parameter
+        may_be(0.15, "freeze", source.choice(freezable), source.random() < 0.5)
+    may_be(0.1, "summon", source.choice(["embedding.weight", "head.weight"]))
+    n = source.choice([1, 1, 2, 3])
+    for i in range(n):
+        synced = i == n - 1 or source.random() < 0.4 or not _may_accumulate(program["layers"], phase)
+        may_be(0.05, "raise", key + 9, source.choice(names), source.choice(["forward", "backward"]))
+        ops.append([source.choice(["backward"] * 9 + ["twice"]), key + i, synced])
+        may_be(0.1, "evaluate", key + 8)
+        may_be(0.1, "other", key + i)
+    ops.append(["clear"] if source.random() < 0.1 else ["step"])
+    return ops

@@ -1,0 +1,181 @@
+"""What a program must compute: the unsharded module, with the data of all ranks, and their gradients summed by hand.
+
+The order of a sum and the dtype of each rounding are those that the strategy states: see ``Reference.reduce``.
+"""
+
+import copy
+
+import torch
+
+from flatparam.fsdp.sharding.placement import averaging_factors
+
+from .programs import GRIDS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, loss_of
+
+
+class Reference:
+    """Plays phases, and returns for each a list of events.
+
+    An event is ``("output", the outputs by rank)``, or ``("gradients", tensors or None by name)``, or ``("parameters",
+    tensors by name)``.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        self.module = build(program)
+        self.optimizer = OPTIMIZERS[program["phases"][0]["optimizer"]](self.module.parameters())
+        self.buffers = [self._buffers()]
+
+    def play(self, phase):
+        self.phase, self.events = phase, []
+        size = phase["size"]
+        if len(self.buffers) != size or phase["kind"] != "ours":  # of another world all ranks get rank 0's
+            self.buffers = [copy.deepcopy(self.buffers[0]) for _ in range(size)]
+        self.before, self.after = averaging_factors(size)
+        inner = phase["inner"] if phase["strategy"] in GRIDS else size
+        self.rows = [range(i, i + inner) for i in range(0, size, inner)]
+        nested = phase["strategy"] == "LAYER_ZERO_NESTED" and 1 < inner < size
+        if phase["strategy"].startswith("LAYER_ZERO") and not nested:
+            self.rows = [range(size)]
+        self.nested = nested
+        self.clear()
+        for each in self.program["layers"]:
+            self._freeze(each["name"], each["frozen"])
+        self._note_parameters()
+        for name, *arguments in phase["ops"]:
+            getattr(self, f"_{name}")(*arguments)
+        self._note_parameters()
+        return self.events
+
+    def clear(self, set_to_none=True):
+        self.kept = {}  # by name: the sums of micro-batches that are not reduced, of each rank or (nested) of each row
+        self.optimizer.zero_grad(set_to_none)
+
+    def _buffers(self):
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def _forward(self, module, key, rank):
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(self.buffers[rank][name])
+        output = module(*batch(key, rank))
+        self.outputs.append(output.detach())
+        return output
+
+    def _computing(self):
+        low = PRECISIONS[self.phase["precision"]][0]
+        return self.module if low is None else copy.deepcopy(self.module).to(low)
+
+    def _backward(self, key, synced, backwards=1):
+        self.outputs = []
+        found = []  # by backward and rank
+        for rank in range(self.phase["size"]):
+            module = self._computing()
+            loss = loss_of(self._forward(module, key, rank))
+            mine = []
+            before = [param.grad for param in module.parameters()]
+            for i in range(backwards):
+                module.zero_grad()
+                loss.backward(retain_graph=i < backwards - 1)
+                mine.append({name: param.grad for name, param in module.named_parameters()})
+            for param, grad in zip(module.parameters(), before, strict=True):
+                param.grad = grad
+            found.append(mine)
+            self._keep_buffers(rank, module)
+        self.events.append(("output", self.outputs))
+        for of_ranks in zip(*found, strict=True):
+            self._add(of_ranks, synced)
+
+    def _keep_buffers(self, rank, module):
+        self.buffers[rank] = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def _twice(self, key, synced):
+        self._backward(key, synced, 2)
+
+    def _add(self, of_ranks, synced):
+        """Add gradients of one backward, dicts by rank."""
+        for name, param in self.module.named_parameters():
+            grads = [each[name] for each in of_ranks]
+            kept = self.kept.get(name)
+            if kept is None and all(grad is None for grad in grads):
+                continue
+            grads = [torch.zeros_like(param) if grad is None else grad for grad in grads]
+            wire = self._wire(param)
+            if self.nested:
+                grads = [self._sum([grads[rank].to(wire) / self.before for rank in row]) for row in self.rows]
+            if kept is not None or not synced or self.nested:
+                grads = [grad.to(param.dtype) for grad in grads]
+                grads = grads if kept is None else [a + b for a, b in zip(kept, grads, strict=True)]
+            if not synced and self.phase["size"] > 1:  # else nothing is reduced
+                self.kept[name] = grads
+                continue
+            self.kept.pop(name, None)
+            total = self._reduce(grads, wire).to(param.dtype)
+            param.grad = total if param.grad is None else param.grad + total
+
+    def _wire(self, param):
+        """The dtype in which gradients are summed over ranks."""
+        low, reduced = PRECISIONS[self.phase["precision"]]
+        return reduced or (None if self.phase["strategy"].startswith("LAYER_ZERO") else low) or param.dtype
+
+    def _sum(self, tensors):
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return total
+
+    def _reduce(self, grads, wire):
+        if self.nested:
+            return self._sum([grad.to(wire) for grad in grads]) / self.after
+        sent = [grad.to(wire) / self.before for grad in grads]
+        return self._sum([self._sum([sent[rank] for rank in row]) for row in self.rows]) / self.after
+
+    def _step(self):
+        clip = self.phase["clip"]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([p for p in self.module.parameters() if p.numel()], clip, float("inf"))
+        grads = {name: param.grad for name, param in self.module.named_parameters(remove_duplicate=False)}
+        self.events.append(("gradients", {n: None if grad is None else grad.clone() for n, grad in grads.items()}))
+        self.optimizer.step()
+        self.clear(self.phase["set_to_none"])
+        self._note_parameters()
+
+    def _note_parameters(self):
+        named = self.module.named_parameters(remove_duplicate=False)
+        self.events.append(("parameters", {name: param.detach().clone() for name, param in named}))
+
+    def _clear(self):
+        self.clear(self.phase["set_to_none"])
+
+    @torch.no_grad()
+    def _evaluate(self, key):
+        self.outputs = []
+        for rank in range(self.phase["size"]):
+            self._forward(self._computing().eval(), key, rank)
+        self.module.train()
+        self.events.append(("output", self.outputs))
+
+    def _raise(self, key, layer, where):
+        before = [param.grad for param in self.module.parameters()]
+        for rank in range(self.phase["size"]):
+            self.outputs = []
+            module = self._computing()
+            module.layers[layer].raises = where
+            try:
+                loss_of(self._forward(module, key, rank)).backward()
+            except RaisedOnAllRanks:
+                pass
+            module.layers[layer].raises = None
+            self._keep_buffers(rank, module)
+        for param, grad in zip(self.module.parameters(), before, strict=True):
+            param.grad = grad
+        self.clear()
+
+    @torch.no_grad()
+    def _summon(self, name):
+        self.module.get_parameter(name).add_(0.125)
+
+    def _freeze(self, layer, frozen):
+        self.module.layers[layer].requires_grad_(not frozen)
+
+    def _other(self, key):
+        pass

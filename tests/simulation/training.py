@@ -1,0 +1,196 @@
+"""Play a random program on simulated ranks, beside its reference: ``play``."""
+
+import contextlib
+import copy
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    StateDictType,
+)
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy, checkpoint
+
+from . import bitwise
+from .programs import DEFAULTS, GRIDS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
+from .reference import Reference
+
+
+def play(program):
+    """Play all phases; return (virtual seconds, digests). Raises: the first error of a rank, or of a check."""
+    from . import ranks  # which needs the libraries of the simulation
+
+    warnings.simplefilter("ignore")
+
+    reference, initial = Reference(program), build(program)
+    carried, seconds, digests = None, 0.0, []
+    with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
+        for i, phase in enumerate(program["phases"]):
+            phase = DEFAULTS | phase
+            events = reference.play(phase)
+            saved = Path(folder, str(i))
+
+            def live(rank, phase=phase, events=events, carried=carried, saved=saved):
+                return _Rank(rank, program, phase, copy.deepcopy(initial), iter(events)).live(carried, saved)
+
+            run = ranks.simulate(live, phase["size"], program["seed"]).must_end()
+            carried = run.results[0]
+            seconds += run.seconds
+            digests.append(run.digest)
+    return seconds, digests
+
+
+def _groups(strategy, inner):
+    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = [list(range(i, i + inner)) for i in range(0, size, inner)]
+    found = []
+    for lists in (rows, [list(column) for column in zip(*rows, strict=True)]):
+        made = [dist.new_group(each) for each in lists]
+        found.append(next(group for group, each in zip(made, lists, strict=True) if rank in each))
+    return (found[0], dist.group.WORLD) if strategy.startswith("LAYER_ZERO") else tuple(found)
+
+
+def wrap(program, phase, module):
+    """``module`` with some of its layers, and itself, as units."""
+    strategy = phase["strategy"]
+    low, reduced = PRECISIONS[phase["precision"]]
+    arguments = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "process_group": _groups(strategy, phase["inner"]) if strategy in GRIDS else None,
+        "use_orig_params": phase["orig"],
+        "segments": phase["segments"],
+        "atomic": phase["atomic"],
+        "shard_alignment": phase["alignment"],
+        "backward_prefetch": phase["prefetch"] and BackwardPrefetch[phase["prefetch"]],
+        "forward_prefetch": phase["forward_prefetch"],
+        "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low or reduced else None,
+    }
+    for each in program["layers"]:
+        if each["unit"]:
+            module.layers[each["name"]] = FSDP(module.layers[each["name"]], **arguments)
+    return FSDP(module, **arguments)
+
+
+class _Rank:
+    """One rank of a phase. Its methods ``_NAME`` do the op NAME."""
+
+    def __init__(self, rank, program, phase, module, events):
+        self.rank, self.phase, self.events = rank, phase, events
+        self.layers = dict(module.layers.items())
+        self.model = wrap(program, phase, module)
+        self.optimizer = OPTIMIZERS[phase["optimizer"]](self.model.parameters())
+        self.other = nn.Linear(2, 2)
+        self.others_optimizer = torch.optim.SGD(self.other.parameters(), lr=0.1)
+
+    def live(self, carried, saved):
+        if carried is not None:
+            self._load(*carried)
+        self._check_parameters()
+        for name, *arguments in self.phase["ops"]:
+            getattr(self, f"_{name}")(*arguments)
+        self._check_parameters()
+        bitwise.check_whole(self.model, self.wanted)
+        return self._save(saved)
+
+    def _next(self, kind):
+        found, value = next(self.events)
+        assert found == kind, (found, kind)
+        return value
+
+    def _check_parameters(self):
+        self.wanted = self._next("parameters")
+        bitwise.check_parameters(self.model, self.wanted)
+
+    def _forward(self, key):
+        output = self.model(*batch(key, self.rank))
+        bitwise.check_output(output, self._next("output")[self.rank])
+        return output
+
+    def _backward(self, key, synced, backwards=1):
+        with contextlib.nullcontext() if synced else self.model.no_sync():
+            loss = loss_of(self._forward(key))
+            for i in range(backwards):
+                loss.backward(retain_graph=i < backwards - 1)
+
+    def _twice(self, key, synced):
+        self._backward(key, synced, 2)
+
+    def _step(self):
+        if self.phase["clip"] is not None:
+            self.model.clip_grad_norm_(self.phase["clip"], float("inf"))
+        bitwise.check_gradients(self.model, self._next("gradients"))
+        bitwise.check_rest(self.model)
+        self.optimizer.step()
+        self._clear()
+        self._check_parameters()
+
+    def _clear(self):
+        self.optimizer.zero_grad(self.phase["set_to_none"])
+
+    def _evaluate(self, key):
+        self.model.eval()
+        with torch.no_grad():
+            self._forward(key)
+        self.model.train()
+
+    def _raise(self, key, layer, where):
+        self.layers[layer].raises = where
+        with contextlib.suppress(RaisedOnAllRanks):
+            loss_of(self.model(*batch(key, self.rank))).backward()
+        self.layers[layer].raises = None
+        self.optimizer.zero_grad()
+
+    def _summon(self, name):
+        with FSDP.summon_full_params(self.model), torch.no_grad():
+            self.model.module.get_parameter(name).add_(0.125)
+
+    def _freeze(self, layer, frozen):
+        self.model.module.layers[layer].requires_grad_(not frozen)
+
+    def _other(self, key):
+        self.other(torch.ones(1, 2)).sum().backward()
+        self.others_optimizer.step()
+        self.others_optimizer.zero_grad()
+
+    def _save(self, folder):
+        if self.phase["kind"] == "ours":
+            checkpoint.save(folder, self.model, self.optimizer)
+            return "ours", folder
+        with self._full():
+            return "full", (self.model.state_dict(), FSDP.optim_state_dict(self.model, self.optimizer))
+
+    def _load(self, kind, saved):
+        if kind == "ours":
+            checkpoint.load(saved, self.model, self.optimizer)
+            return
+        weights, states = saved
+        with self._full():
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.model, self.optimizer, states))
+
+    def _full(self):
+        configs = FullStateDictConfig(), FullOptimStateDictConfig()
+        return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
+
+
+def play_seeds(first, last):
+    """Play the programs of seeds until one fails; return a list of (seed, virtual seconds, digests, error or None)."""
+    found = []
+    for seed in range(first, last):
+        try:
+            found.append((seed, *play(draw(seed)), None))
+        except BaseException:
+            found.append((seed, 0.0, [], traceback.format_exc()))
+            break  # a failed run leaves threads and worlds behind
+    return found
