@@ -96,7 +96,6 @@ class _EachRank(UserList):
 # Lists of flatparam that a process has once
 OF_PROCESS = {
     "troubled": ("fsdp.desync.checked_collectives", "fsdp.interop.backward_inputs", "fsdp.wrapper.forward"),
-    "_still_troubled": ("fsdp.desync.checked_collectives",),
     "_active": ("fsdp.unit.summon",),
 }
 
