@@ -119,7 +119,8 @@ def _add_question(made: Parser) -> None:
         "--activations",
         type=size,
         metavar="SIZE",
-        help="bytes of activations that a rank keeps for each token from forward to backward",
+        help="bytes of activations that a rank keeps for each token from forward to backward; a transformer in "
+        "bf16 keeps about 34 x layers x width; flatparam.advise.activations.bytes_per_token measures a block",
     )
     add_settings(add)
 
