@@ -3,6 +3,8 @@
 Promises:
 - random models, settings, accumulation, exceptions that all ranks catch, saves and loads into other strategies and
   numbers of ranks: `test_random_programs_train_as_the_unsharded_module`
+- a parameter without elements, which has no optimizer state, hinders no load into flat parameters:
+  `test_what_programs_have_found`
 """
 
 import pytest
@@ -11,6 +13,20 @@ from tests.simulation import process, reference, shrinking, training
 from tests.simulation.programs import draw, is_valid
 
 SEEDS = 30
+FOUND = {  # programs that failed once, made small
+    "full optimizer state of a parameter without elements, loaded into a flat parameter": {
+        "seed": 143,
+        "width": 1,
+        "tied": False,
+        "layers": [
+            {"name": "l0", "kind": "listed", "unit": False, "how": "call", "frozen": False, "double": False},
+        ],
+        "phases": [
+            {"size": 2, "orig": True, "optimizer": "Adam", "kind": "full", "ops": [["backward", 1, True], ["step"]]},
+            {"size": 2, "orig": False, "optimizer": "Adam", "kind": "full", "ops": [["backward", 2, True], ["step"]]},
+        ],
+    },
+}
 
 
 def ask(function, *args):
@@ -30,6 +46,11 @@ def test_random_programs_train_as_the_unsharded_module():
     found = ask(training.play_seeds, 0, SEEDS)
     assert found[-1][3] is None, found[-1]
     assert len(found) == SEEDS
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_programs_have_found(what):
+    ask(training.play, FOUND[what])
 
 
 def test_another_process_plays_a_program_alike():

@@ -315,7 +315,7 @@ def shared_state(params: list[LocalParam], state: Mapping[str, Described]) -> De
         return None
     first = having[0]
     values = state[first.name]
-    lacking = next((param for param in params if param.name not in state), None)
+    lacking = next((param for param in params if param.name not in state and 0 not in param.shape), None)
     scalar = next((key for key, value in values.items() if not isinstance(value, Like)), None)
     if lacking is not None and scalar is not None:
         raise StateError(
