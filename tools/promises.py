@@ -20,8 +20,9 @@ PAGE = TESTS / "PROMISES.md"
 TOP = """\
 # Promises, and the tests that show them
 `python tools/promises.py` makes this page from the heads of the test files. `make test ARGS="-k NAME"` runs one test.
-Unless a line says otherwise, the oracle is an unsharded module, ranks are two gloo processes, and equal means bit for
-bit. Lines that begin with "where torch 2.13 goes wrong" name a fault of torch's class that ours does not have.
+Unless a line says otherwise, the oracle is an unsharded module, ranks are two gloo processes or two simulated ranks,
+and equal means bit for bit. Lines that begin with "where torch 2.13 goes wrong" name a fault of torch's class that ours
+does not have.
 """
 
 

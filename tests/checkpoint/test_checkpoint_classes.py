@@ -12,7 +12,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
@@ -267,7 +267,7 @@ def on_ranks(folder):
 
 @pytest.mark.multiprocess
 def test_on_ranks(tmp_path):
-    run_ranks(on_ranks, 2, tmp_path)
+    simulate_ranks(on_ranks, 2, tmp_path)
 
 
 def test_states_of_torchs_files(tmp_path):

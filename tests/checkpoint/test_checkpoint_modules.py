@@ -12,8 +12,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import note, run_ranks
+from gloo import note
 from safetensors.torch import load_file, save_file
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.ao.quantization import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -284,7 +285,7 @@ def of_ranks(folder):
 
 @pytest.mark.multiprocess
 def test_of_ranks(tmp_path):
-    run_ranks(of_ranks, 2, tmp_path)
+    simulate_ranks(of_ranks, 2, tmp_path)
 
 
 class Renames(nn.Module):
@@ -355,7 +356,7 @@ def renamed(folder):
 
 @pytest.mark.multiprocess
 def test_names_that_a_load_hook_renames(tmp_path):
-    run_ranks(renamed, 2, tmp_path)
+    simulate_ranks(renamed, 2, tmp_path)
 
 
 OF_TENSORS = (Metric, Hooked, Observed)
@@ -393,7 +394,7 @@ def of_files(folder):
 
 @pytest.mark.multiprocess
 def test_modules_load_safetensors_by_their_own_code(tmp_path):
-    run_ranks(of_files, 2, tmp_path)
+    simulate_ranks(of_files, 2, tmp_path)
 
 
 class Versioned(nn.Module):
@@ -485,7 +486,7 @@ def refused(folder):
 
 @pytest.mark.multiprocess
 def test_what_cannot_be_kept_is_refused(tmp_path):
-    run_ranks(refused, 2, tmp_path)
+    simulate_ranks(refused, 2, tmp_path)
 
 
 class Fails(Metric):
@@ -525,7 +526,7 @@ def undone(folder):
 
 @pytest.mark.multiprocess
 def test_a_load_that_fails_on_one_rank_is_undone_on_all(tmp_path):
-    run_ranks(undone, 2, tmp_path)
+    simulate_ranks(undone, 2, tmp_path)
 
 
 def test_quantized_layers(tmp_path):
@@ -626,4 +627,4 @@ def of_quantized_layers(folder):
 
 
 def test_quantized_layers_whose_scales_nobody_loads_and_whose_weights_are_replaced(tmp_path):
-    run_ranks(of_quantized_layers, 2, str(tmp_path))
+    simulate_ranks(of_quantized_layers, 2, str(tmp_path))

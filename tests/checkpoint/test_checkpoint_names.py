@@ -10,8 +10,9 @@ Promises:
 
 import pytest
 import torch
-from gloo import note, run_ranks
+from gloo import note
 from safetensors.torch import save_file
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -141,4 +142,4 @@ def names(folder, hooked):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("hooked", [False, True])
 def test_names_are_those_of_the_bare_model(tmp_path, hooked):
-    run_ranks(names, 2, str(tmp_path), hooked)
+    simulate_ranks(names, 2, str(tmp_path), hooked)

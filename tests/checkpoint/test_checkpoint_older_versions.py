@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import full_grads, full_params
-from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
@@ -195,4 +195,4 @@ def load_state_dicts():
 
 @pytest.mark.parametrize("load", [load_checkpoints, load_between_micro_batches, load_state_dicts])
 def test_what_an_older_version_has_written_loads(load):
-    run_ranks(load, 2)
+    simulate_ranks(load, 2)

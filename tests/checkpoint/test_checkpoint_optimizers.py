@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from checkpoints import differing, full_state, wrapped
 from fsdp_models import Model, data, loss_of
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -107,11 +108,11 @@ def refused(folder):
 
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_resumed(tmp_path, kind):
-    run_ranks(resumed, 2, tmp_path, kind)
+    simulate_ranks(resumed, 2, tmp_path, kind)
 
 
 def test_refused(tmp_path):
-    run_ranks(refused, 2, tmp_path)
+    simulate_ranks(refused, 2, tmp_path)
 
 
 def of_padding(folder):
@@ -153,7 +154,7 @@ def of_padding(folder):
 
 
 def test_padding_has_no_state(tmp_path):
-    run_ranks(of_padding, 4, tmp_path)
+    simulate_ranks(of_padding, 4, tmp_path)
 
 
 def test_states_that_one_flat_parameter_cannot_have_are_refused_by_name(tmp_path):

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import Averaged, data, full_grads, full_params, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -146,12 +147,12 @@ def wrapped_twice():
 
 @pytest.mark.multiprocess
 def test_distributed_checkpoints_of_shards(tmp_path):
-    run_ranks(saved_and_loaded, 2, str(tmp_path))
+    simulate_ranks(saved_and_loaded, 2, str(tmp_path))
 
 
 @pytest.mark.multiprocess
 def test_units_around_other_classes_are_refused():
-    run_ranks(wrapped_twice, 2)
+    simulate_ranks(wrapped_twice, 2)
 
 
 def clipped_and_scaled():
@@ -203,7 +204,7 @@ def clipped_and_scaled():
 
 @pytest.mark.multiprocess
 def test_clipping_and_scaling():
-    run_ranks(clipped_and_scaled, 2)
+    simulate_ranks(clipped_and_scaled, 2)
 
 
 @pytest.mark.parametrize("where", [0, 1, None])

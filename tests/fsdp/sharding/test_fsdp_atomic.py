@@ -14,7 +14,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -87,7 +88,7 @@ def layouts(strategy, atomic, uo):
     ("strategy", "atomic", "uo"), list(itertools.product(STRATEGIES, ("row", WHOLE, blocks_of_7, None), (False, True)))
 )
 def test_training_on_every_layout(strategy, atomic, uo):
-    run_ranks(layouts, 2, strategy, atomic, uo)
+    simulate_ranks(layouts, 2, strategy, atomic, uo)
 
 
 class Rows(torch.optim.Optimizer):
@@ -169,7 +170,7 @@ def optimizers(strategy, low):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("strategy", "low"), list(itertools.product(STRATEGIES, (False, True))))
 def test_optimizers_that_need_whole_blocks(strategy, low):
-    run_ranks(optimizers, 2, strategy, low)
+    simulate_ranks(optimizers, 2, strategy, low)
 
 
 def agreement():
@@ -184,4 +185,4 @@ def agreement():
 
 
 def test_ranks_that_ask_for_other_blocks():
-    run_ranks(agreement, 2)
+    simulate_ranks(agreement, 2)

@@ -14,7 +14,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import fake_world, run_ranks
+from gloo import fake_world
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -241,27 +242,27 @@ def refuses():
 
 
 def test_trains_as_torchs_class_with_its_bytes_never_cast():
-    run_ranks(trains, 2)
+    simulate_ranks(trains, 2)
 
 
 def test_is_shown_saved_and_copied_with_its_class_and_its_bytes():
-    run_ranks(shows, 2)
+    simulate_ranks(shows, 2)
 
 
 def test_a_checkpoint_resumes(tmp_path):
-    run_ranks(resumes, 2, str(tmp_path))
+    simulate_ranks(resumes, 2, str(tmp_path))
 
 
 def test_rank_0_gives_its_bytes_to_the_others():
-    run_ranks(synchronizes, 2)
+    simulate_ranks(synchronizes, 2)
 
 
 def test_data_that_a_forward_gives_it_are_kept_or_refused_by_name():
-    run_ranks(writes, 2)
+    simulate_ranks(writes, 2)
 
 
 def test_a_trainable_one_is_refused_by_name():
-    run_ranks(refuses, 2)
+    simulate_ranks(refuses, 2)
 
 
 class OnMeta(nn.Module):

@@ -11,7 +11,8 @@ import re
 import pytest
 import torch
 from fsdp_models import Averaged, assert_same, data, loss_of, make
-from gloo import fake_world, handle_of, run_ranks
+from gloo import fake_world, handle_of
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -61,7 +62,7 @@ def trained(orig):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("orig", [True, False])
 def test_it_trains_as_unsharded(orig):
-    run_ranks(trained, 2, orig)
+    simulate_ranks(trained, 2, orig)
 
 
 @pytest.mark.parametrize("orig", [True, False])

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import STRATEGIES, full_grads, have_memory
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -79,4 +80,4 @@ def odd_units():
 
 @pytest.mark.multiprocess
 def test_odd_units():
-    run_ranks(odd_units, 2)
+    simulate_ranks(odd_units, 2)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, data, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 
@@ -99,7 +100,7 @@ def reads(strategy, uo):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("uo", [False, True])
 def test_padding_is_not_seen_in_norms_penalties_and_steps(strategy, uo):
-    shown = run_ranks(reads, 2, strategy, uo)
+    shown = simulate_ranks(reads, 2, strategy, uo)
     assert min(shown) > 0 or uo  # there was padding to see
 
 
@@ -162,7 +163,7 @@ def loads(folder):
 
 @pytest.mark.multiprocess
 def test_what_is_loaded_brings_no_padding(tmp_path):
-    run_ranks(loads, 2, str(tmp_path))
+    simulate_ranks(loads, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

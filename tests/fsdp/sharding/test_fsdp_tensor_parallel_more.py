@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo import note, run_ranks
+from gloo import note
 from parallel_models import PLAN, Cut, Mean, Net, batch, net, new_mesh, passed, said, same, wrap
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,7 +54,7 @@ def checkpoints(folder):
 
 
 def test_distributed_checkpoints(tmp_path):
-    run_ranks(checkpoints, 4, str(tmp_path))
+    simulate_ranks(checkpoints, 4, str(tmp_path))
 
 
 def beside_the_module():
@@ -88,7 +89,7 @@ def beside_the_module():
 
 
 def test_other_settings_equal_the_unparallelised_module():
-    run_ranks(beside_the_module, 4)
+    simulate_ranks(beside_the_module, 4)
 
 
 class Shared(nn.Module):
@@ -139,4 +140,4 @@ def shared_and_deferred():
 
 
 def test_shared_deferred_and_compiled():
-    run_ranks(shared_and_deferred, 4)
+    simulate_ranks(shared_and_deferred, 4)

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import first_rank_warns, full_params, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from test_torch_helpers import trained
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
@@ -119,7 +120,7 @@ def not_fitting(uo):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("check", [not_alike, not_fitting])
 def test_bad_states(check, uo):
-    run_ranks(check, 2, uo)
+    simulate_ranks(check, 2, uo)
 
 
 @pytest.mark.parametrize("uo", [False, True])

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, assert_same, data, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -124,4 +125,4 @@ def both():
 
 @pytest.mark.multiprocess
 def test_loading_is_all_or_nothing():
-    run_ranks(both, 2)
+    simulate_ranks(both, 2)

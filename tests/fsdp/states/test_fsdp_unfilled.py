@@ -3,7 +3,8 @@
 import pytest
 import torch
 from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch.distributed.fsdp import StateDictType
 from torch.nn.utils import parameters_to_vector
 
@@ -87,9 +88,9 @@ def by_hand(uo):
 
 @pytest.mark.parametrize("uo", [False, True])
 def test_parameters_that_are_missing_in_files_are_not_trained(tmp_path, uo):
-    run_ranks(some_are_missing, 2, tmp_path, uo)
+    simulate_ranks(some_are_missing, 2, tmp_path, uo)
 
 
 @pytest.mark.parametrize("uo", [False, True])
 def test_written_by_hand(uo):
-    run_ranks(by_hand, 2, uo)
+    simulate_ranks(by_hand, 2, uo)

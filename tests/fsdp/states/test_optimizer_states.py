@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, Block, assert_same, data, loss_of, make
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, StateDictType
 
@@ -226,7 +227,7 @@ SETTINGS = [
 @pytest.mark.parametrize("which", OPTIMIZERS)
 @pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
 def test_full_states_are_the_unsharded_optimizers(strategy, uo, which):
-    run_ranks(full_states, 2, strategy, uo, which, {})
+    simulate_ranks(full_states, 2, strategy, uo, which, {})
 
 
 @pytest.mark.sweep(4)
@@ -234,13 +235,13 @@ def test_full_states_are_the_unsharded_optimizers(strategy, uo, which):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_full_states_of_four_ranks(strategy, uo):
-    run_ranks(full_states, 4, strategy, uo, "adam", {})
+    simulate_ranks(full_states, 4, strategy, uo, "adam", {})
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("atomic", ["row", torch.Tensor.numel])
 def test_full_states_of_blocks(atomic):
-    run_ranks(full_states, 2, "FULL_SHARD", True, "adam", {"atomic": atomic})
+    simulate_ranks(full_states, 2, "FULL_SHARD", True, "adam", {"atomic": atomic})
 
 
 def factors(strategy, atomic):
@@ -281,4 +282,4 @@ def factors(strategy, atomic):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("strategy", "atomic"), [("FULL_SHARD", True), ("NO_SHARD", False)])
 def test_factored_moments(strategy, atomic):
-    run_ranks(factors, 2, strategy, atomic)
+    simulate_ranks(factors, 2, strategy, atomic)

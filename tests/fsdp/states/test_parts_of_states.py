@@ -16,7 +16,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import StateDictType
@@ -93,7 +94,7 @@ def parts(uo, nested):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("uo", "nested"), list(itertools.product([False, True], repeat=2)))
 def test_parts_are_loaded_and_the_rest_is_kept(uo, nested):
-    run_ranks(parts, 2, uo, nested)
+    simulate_ranks(parts, 2, uo, nested)
 
 
 def kept_values():
@@ -124,7 +125,7 @@ def kept_values():
 
 @pytest.mark.multiprocess
 def test_values_of_ones_own_are_no_change_and_others_are_compared():
-    run_ranks(kept_values, 2)
+    simulate_ranks(kept_values, 2)
 
 
 def deferred():
@@ -140,7 +141,7 @@ def deferred():
 
 @pytest.mark.multiprocess
 def test_a_renamed_value_fills_a_deferred_parameter():
-    run_ranks(deferred, 2)
+    simulate_ranks(deferred, 2)
 
 
 class ByData(nn.Linear):
@@ -170,7 +171,7 @@ def uncounted():
 
 @pytest.mark.multiprocess
 def test_writes_that_torch_does_not_count_are_compared_and_fill():
-    run_ranks(uncounted, 2)
+    simulate_ranks(uncounted, 2)
 
 
 class Around(nn.Module):
@@ -236,4 +237,4 @@ def assert_state(model, expected):
 
 @pytest.mark.multiprocess
 def test_hooks_around_a_unit_that_change_its_rows_on_one_rank_are_told_to_all():
-    run_ranks(hooks_around, 2)
+    simulate_ranks(hooks_around, 2)

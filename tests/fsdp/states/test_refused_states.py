@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -42,4 +42,4 @@ def what_cannot_be_told():
 
 @pytest.mark.parametrize("fn", [state_of_modules, what_cannot_be_told])
 def test_ranks(fn):
-    run_ranks(fn, 2, timeout=60)
+    simulate_ranks(fn, 2, timeout=60)

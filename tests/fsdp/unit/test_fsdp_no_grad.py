@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,4 +86,4 @@ def reentrant_checkpoints():
 
 @pytest.mark.parametrize("body", [like_the_bare_module, reentrant_checkpoints])
 def test_on_two_ranks(body):
-    run_ranks(body, 2)
+    simulate_ranks(body, 2)

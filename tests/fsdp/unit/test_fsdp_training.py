@@ -31,7 +31,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -88,7 +89,7 @@ def train_each(strategy, uo, prefetch, forward_prefetch, optimizer):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("strategy", "uo", "prefetch", "forward_prefetch", "optimizer"), settings())
 def test_five_steps_equal_the_unsharded_module(strategy, uo, prefetch, forward_prefetch, optimizer):
-    run_ranks(train_each, 2, strategy, uo, prefetch, forward_prefetch, optimizer)
+    simulate_ranks(train_each, 2, strategy, uo, prefetch, forward_prefetch, optimizer)
 
 
 def against_torch(strategy, uo):
@@ -120,7 +121,7 @@ def against_torch(strategy, uo):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES[:3], (False, True))))
 def test_the_same_bits_and_names_as_torch(strategy, uo):
-    run_ranks(against_torch, 2, strategy, uo)
+    simulate_ranks(against_torch, 2, strategy, uo)
 
 
 def accumulate(strategy, uo):
@@ -164,11 +165,11 @@ def given_up():
 @pytest.mark.sweep(3)
 @every_setting
 def test_micro_batches_add_up(strategy, uo):
-    run_ranks(accumulate, 2, strategy, uo)
+    simulate_ranks(accumulate, 2, strategy, uo)
 
 
 def test_micro_batches_that_are_given_up():
-    run_ranks(given_up, 2)
+    simulate_ranks(given_up, 2)
 
 
 def graphs(strategy, uo):
@@ -245,8 +246,8 @@ def frozen_graphs(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_graphs_that_outlive_a_pass(strategy, uo):
-    run_ranks(graphs, 2, strategy, uo)
-    run_ranks(frozen_graphs, 2, strategy, uo)
+    simulate_ranks(graphs, 2, strategy, uo)
+    simulate_ranks(frozen_graphs, 2, strategy, uo)
 
 
 def four(strategy, uo):
@@ -270,7 +271,7 @@ def four(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_four_ranks(strategy, uo):
-    run_ranks(four, 4, strategy, uo)
+    simulate_ranks(four, 4, strategy, uo)
 
 
 def test_the_model_has_padding_and_empty_shards():

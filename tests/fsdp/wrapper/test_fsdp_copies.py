@@ -24,7 +24,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -115,11 +116,11 @@ def refused_pickles():
     ("strategy", "uo", "way"), list(itertools.product(STRATEGIES, (False, True), (by_pickle, by_torch)))
 )
 def test_a_pickled_model_trains_on(strategy, uo, way):
-    run_ranks(pickles, 2, strategy, uo, way)
+    simulate_ranks(pickles, 2, strategy, uo, way)
 
 
 def test_where_and_when_a_model_is_pickled():
-    pickled = run_ranks(refused_pickles, 2)
+    pickled = simulate_ranks(refused_pickles, 2)
     with pytest.raises(RuntimeError, match="no process group here"):
         pickle.loads(pickled[0])
 
@@ -168,7 +169,7 @@ def settings():
 
 
 def test_a_pickle_keeps_the_settings():
-    run_ranks(settings, 2)
+    simulate_ranks(settings, 2)
 
 
 def averages():
@@ -199,4 +200,4 @@ def averages():
 
 @pytest.mark.thorough
 def test_averaged_models():
-    run_ranks(averages, 2)
+    simulate_ranks(averages, 2)

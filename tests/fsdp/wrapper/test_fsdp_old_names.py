@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from fsdp_models import Averaged, Block, assert_same, data, full_params, loss_of, make, wrap_blocks
-from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import flatparam
@@ -94,7 +94,7 @@ def old_names():
 
 @pytest.mark.multiprocess
 def test_old_names_and_orders_of_arguments():
-    run_ranks(old_names, 2)
+    simulate_ranks(old_names, 2)
 
 
 def test_the_constructor_takes_torch_s_arguments_in_torch_s_order():

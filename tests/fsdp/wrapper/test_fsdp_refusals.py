@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import SETTINGS, Block, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
@@ -162,7 +163,7 @@ def for_whole_parameters():
 
 
 def test_what_takes_whole_parameters():
-    run_ranks(for_whole_parameters, 2)
+    simulate_ranks(for_whole_parameters, 2)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO"])
@@ -453,9 +454,9 @@ def everything():
 
 @pytest.mark.multiprocess
 def test_refusals():
-    run_ranks(everything, 2)
+    simulate_ranks(everything, 2)
 
 
 @pytest.mark.multiprocess
 def test_refusals_in_a_grid():
-    run_ranks(grids, 4)
+    simulate_ranks(grids, 4)

@@ -29,7 +29,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 import flatparam
@@ -104,7 +105,7 @@ def summoning(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_full_parameters(strategy, uo):
-    run_ranks(summoning, 2, strategy, uo)
+    simulate_ranks(summoning, 2, strategy, uo)
 
 
 def state_dicts(strategy, uo):
@@ -145,7 +146,7 @@ def state_dicts(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_full_state_dicts(strategy, uo):
-    run_ranks(state_dicts, 2, strategy, uo)
+    simulate_ranks(state_dicts, 2, strategy, uo)
 
 
 def clipping():
@@ -170,7 +171,7 @@ def flat_grads(model):
 
 
 def test_clipping():
-    run_ranks(clipping, 2)
+    simulate_ranks(clipping, 2)
 
 
 def precision():
@@ -262,11 +263,11 @@ def precision_fields(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_each_precision_setting(strategy, uo):
-    run_ranks(precision_fields, 2, strategy, uo)
+    simulate_ranks(precision_fields, 2, strategy, uo)
 
 
 def test_mixed_precision():
-    run_ranks(precision, 2)
+    simulate_ranks(precision, 2)
 
 
 def visible():
@@ -327,7 +328,7 @@ def visible():
 
 
 def test_what_is_seen_when():
-    run_ranks(visible, 2)
+    simulate_ranks(visible, 2)
 
 
 class Boom(Exception):
@@ -384,7 +385,7 @@ def zeroed(module):
 
 @pytest.mark.parametrize("uo", [False, True])
 def test_old_values_are_not_shown(uo):
-    run_ranks(old_values, 2, uo)
+    simulate_ranks(old_values, 2, uo)
 
 
 def exceptions(strategy, uo):
@@ -420,7 +421,7 @@ def exceptions(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_exceptions(strategy, uo):
-    run_ranks(exceptions, 2, strategy, uo)
+    simulate_ranks(exceptions, 2, strategy, uo)
 
 
 def outside():
@@ -458,7 +459,7 @@ def outside():
 
 
 def test_wrong_calls():
-    run_ranks(outside, 2)
+    simulate_ranks(outside, 2)
 
 
 class Failing(nn.Linear):
