@@ -32,7 +32,7 @@ namespace {
 
 constexpr std::chrono::seconds store_patience{10}; // for one call over the second connection
 constexpr double end_patience = 0.5;               // seconds that a stop waits for the thread that answers
-constexpr double share = 0.4;           // a rank waits for this share of the beat before it calls, and then for answers
+constexpr double share = 0.2;                      // of the beat, that a rank waits before it calls
 constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call: liveness.py expects an answer in 1.6 s
 
 std::string
@@ -381,8 +381,8 @@ Board::silent(const Call &call)
     return found;
 }
 
-// Call all ranks after 0.4 beat, and post 0.4 beat later which ranks have not answered. One of the ranks that wait calls for
-// all: the others see its call, and make none within a beat.
+// Call all ranks after 0.2 beat, and post a beat later which ranks have not answered: those have been stopped for so long. One
+// of the ranks that wait calls for all: the others see its call, and make none within a beat.
 void
 Board::miss_answers(double waited)
 {
@@ -403,7 +403,7 @@ Board::miss_answers(double waited)
             other_since_ = call.since;
         }
     }
-    else if (asked_->has_waited(share * beat_)) {
+    else if (asked_->has_waited(beat_)) {
         const Call call = std::move(*asked_);
         asked_.reset();
         miss_processes();

@@ -9,9 +9,10 @@ from .faults import HEARTBEAT
 # Seconds from a fault until each rank that needs the struck one has raised: docs/ranks.md. A waiting rank looks once a
 # second, and stays until the others have read its reason, 2 s at most
 AT_ONCE = 3.0
+STOPPED = 1.2 * HEARTBEAT + AT_ONCE  # it calls the others after 0.2 of the heartbeat
 PROMISED = {
     "is killed": AT_ONCE,
-    "is stopped": HEARTBEAT + AT_ONCE,
+    "is stopped": STOPPED,
     "is interrupted in a wait": AT_ONCE,
     "is interrupted": AT_ONCE,
     "is out of memory": AT_ONCE,

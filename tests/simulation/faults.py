@@ -61,7 +61,7 @@ def draw(
         kind = chosen.choice(kinds)
         seconds = 0.0
         if kind == "is late":
-            seconds = chosen.choice([0.01, 0.3, 1.0, 3.0]) * chosen.random()
+            seconds = chosen.choice([0.01, 0.5, 2.0, HEARTBEAT]) * chosen.uniform(0.5, 0.99)
         elif kind == "is stopped":
             seconds = HEARTBEAT * chosen.choice([1.5, 3.0, 6.0])
         found.append(Fault(kind, rank, chosen.randrange(points[KINDS[kind] is None]), seconds))
