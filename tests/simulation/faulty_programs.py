@@ -8,7 +8,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 
-from .faults import user_code
+from .faults import UserError, user_code
 
 STEPS = 4
 LR = 0.125
@@ -54,12 +54,12 @@ def wrapped(strategy):
     return FSDP(net, sharding_strategy=strategy)
 
 
-def train(rank, strategy="FULL_SHARD"):
-    """Train; an exception ends the rank. Returns the parameters, in the order of the model."""
+def train(rank, strategy="FULL_SHARD", pause=0.01):
+    """Train; an exception ends the rank. Each step begins after ``pause`` seconds. Returns the parameters, in order."""
     net = wrapped(strategy)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for step in range(STEPS):
-        time.sleep(0.01)
+        time.sleep(pause)
         user_code()
         net(batch(step, rank)).square().mean().backward()
         net.clip_grad_norm_(1e6)
@@ -68,6 +68,25 @@ def train(rank, strategy="FULL_SHARD"):
     state = net.state_dict()
     user_code()
     return list(state.values())
+
+
+def train_and_catch(rank, strategy="FULL_SHARD"):
+    """Train, and catch what user code raises. The rank then goes on with the next step.
+
+    Returns the parameters, and the steps that raised.
+    """
+    net = wrapped(strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    skipped = []
+    for step in range(STEPS):
+        try:
+            user_code()
+            net(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+        except UserError:
+            skipped.append(step)
+        optimizer.zero_grad()
+    return list(net.state_dict().values()), skipped
 
 
 def unsharded(size, skipped=()):

@@ -183,12 +183,14 @@ def simulate(
     timeout: float = 60.0,
     faults: Sequence[Fault] = (),
     host: int | None = None,
+    machines: bool = False,
 ) -> Run:
     """Run ``program(rank)`` on ``size`` ranks until all have ended.
 
     Args: ``limit``: virtual seconds that the run may take; ``switches``: the chance, of 256, that a rank hands over
     where it need not; ``latency``: virtual seconds until a rank sees that a collective has ended, at most;
-    ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has.
+    ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has;
+    ``machines``: each rank has a machine of its own, and cannot see the processes of the others.
     """
     run = Run(0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
@@ -196,7 +198,9 @@ def simulate(
     for rank in range(size):
         process = seams.fp_sim_process(rank)
         stat = f"{process} (rank) S 1 " + "0 " * 17 + f"{100 + rank} 0"  # the 22nd field: the start of the process
-        Path(os.environ["FLATPARAM_SIMULATED_PROC"], str(process)).write_text(stat)
+        proc = Path(os.environ["FLATPARAM_SIMULATED_PROC"])
+        (proc / str(process)).write_text(stat)
+        (proc / f"machine of {rank}").write_text(f"{rank if machines else 0}\n")
     world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
     seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
     threads: dict[int, int] = {}

@@ -781,6 +781,10 @@ placed(const char *path, char *buffer, size_t size)
     if (!is_simulated() || strncmp(path, "/proc/", 6) != 0) {
         return path;
     }
+    if (strcmp(path, "/proc/sys/kernel/random/boot_id") == 0) { /* each rank may have a machine of its own */
+        (void)snprintf(buffer, size, "%s/machine of %d", getenv("FLATPARAM_SIMULATED_PROC"), me->rank);
+        return buffer;
+    }
     const bool is_own = strcmp(path, "/proc/self/stat") == 0;
     char *end;
     const long process = is_own ? fp_sim_process(me->rank) : strtol(path + 6, &end, 10);

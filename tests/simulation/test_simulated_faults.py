@@ -4,15 +4,20 @@ Promises:
 - wherever a rank is killed, stopped, interrupted, raises, runs out of memory or has fewer batches, no other rank waits
   for ever, and all that raise raise one text, in the promised seconds: `test_the_others_are_told_alike_and_in_time`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
-- a rank that is late at any point makes nobody raise, and changes no bit: `test_a_late_rank_changes_nothing`
+- a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
+  `test_a_late_rank_changes_nothing`
+- an exception that all ranks catch at the same point costs the step, and no later one:
+  `test_what_all_ranks_catch_costs_the_step`; one that a rank catches alone, which goes on, is told to all alike:
+  `test_a_rank_that_skips_a_step_alone_is_told_to_all`
 """
 
 import random
 
 import pytest
+import torch
 
 from tests.simulation import checkers, faulty_programs
-from tests.simulation.faults import KINDS, draw
+from tests.simulation.faults import KINDS, Fault, draw
 from tests.simulation.process import simulated
 
 # Of a rank that no fault strikes: points of the seams by strategy, and of user code
@@ -55,3 +60,33 @@ def test_a_late_rank_changes_nothing():
         checkers.nobody_raises(run, size, faulty_programs.unsharded(size))
         late += len(run.struck)
     assert late > 10
+
+
+def runs_that_catch(seeds, alone):
+    """Run a training that catches exceptions, which all ranks raise at the same point, or one of them."""
+    for seed in seeds:
+        chosen = random.Random(seed)
+        size, strategy = chosen.choice([2, 4]), chosen.choice(faulty_programs.STRATEGIES)
+        who = [chosen.randrange(size)] if alone else range(size)
+        point = chosen.randrange(USER_POINTS - 1)
+        faults = [Fault("raises in user code", rank, point) for rank in who]
+        yield simulated(faulty_programs.train_and_catch, size, seed, strategy, faults=faults), size
+
+
+def test_what_all_ranks_catch_costs_the_step():
+    for run, size in runs_that_catch(range(15), alone=False):
+        checkers.nobody_waits_for_ever(run, size)
+        assert not run.errors, run.story
+        (skipped,) = {tuple(skipped) for _, skipped in run.results.values()}
+        assert len(skipped) == 1
+        for params, _ in run.results.values():
+            assert all(map(torch.equal, params, faulty_programs.unsharded(size, skipped))), run.story
+
+
+def test_a_rank_that_skips_a_step_alone_is_told_to_all():
+    for run, size in runs_that_catch(range(15), alone=True):
+        checkers.nobody_waits_for_ever(run, size)
+        checkers.all_are_told_in_time(run)
+        assert len({error[:2] for error in run.errors.values()}) == 1, run.story
+        finished = set(range(size)) - set(run.errors)  # with NO_SHARD the rank may end a step before the others
+        assert finished <= {fault.rank for fault in run.struck}, run.story
