@@ -321,7 +321,7 @@ def wait(
     """
     if work is None:
         return
-    sliced = is_sliced(group, device)
+    begin, sliced = time.monotonic(), is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
@@ -344,8 +344,30 @@ def wait(
         raise
     except RuntimeError as error:
         if TRANSPORT.search(str(error)):
-            look(has_failed=True)
+            _raise_reason(group, look, time.monotonic() - begin)
         raise
+
+
+def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], waited: float) -> None:
+    """Raise the reason for which a collective over ``group`` has failed, the same on all ranks; return if none is found.
+
+    Each rank says in the store how many seconds it has waited. Live ranks that have not come, or came late, are the
+    reason: the others have waited until the time-out.
+    """
+    store, ranks = store_of(group), dist.get_process_group_ranks(group)
+    if store is None:
+        return look(has_failed=True)
+    with contextlib.suppress(StoreGoneError):
+        store = store.below(f"flatparam failed {liveness.generation_of_world()}")
+        store.set(str(dist.get_rank()), str(waited))
+    look(has_failed=True)
+    with contextlib.suppress(StoreGoneError):
+        of_ranks = {rank: float(store.value_at(str(rank)) or 0) for rank in ranks}
+        longest = max(of_ranks.values())
+        late = [rank for rank, seconds in of_ranks.items() if seconds < longest / 2]
+        if late:
+            found = f"ranks {late} live, but came late or not at all to a collective; others waited {longest:.0f} s for it"
+            raise OrderError(store.compare_set("reason", "", found) + AND_SO)
 
 
 def settle(parts: Iterable[Shared]) -> None:
