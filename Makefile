@@ -74,7 +74,7 @@ asan:
 	@$(call ENVIRONMENT,build demo test) rm -rf $(ASAN)/flatparam && \
 	"$$py" setup.py --quiet build_py --build-lib $(ASAN) && \
 	"$$py" setup.py --quiet build_ext --sanitize --build-lib $(ASAN) && \
-	"$$py" tools/sanitized.py $(ASAN) $(ARGS)
+	FLATPARAM_TEST_RANKS=processes "$$py" tools/sanitized.py $(ASAN) $(ARGS)
 
 # The ranks of a test take the package from the folder that they start in.
 check-build:

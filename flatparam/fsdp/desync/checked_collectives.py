@@ -349,7 +349,7 @@ def wait(
 
 
 def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], waited: float) -> None:
-    """Raise the reason for which a collective over ``group`` has failed, the same on all ranks; return if none is found.
+    """Raise why a collective over ``group`` has failed, in the same words on all ranks; return if no reason is found.
 
     Each rank says in the store how many seconds it has waited. Live ranks that have not come, or came late, are the
     reason: the others have waited until the time-out.
@@ -366,7 +366,7 @@ def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], waited: f
         longest = max(of_ranks.values())
         late = [rank for rank, seconds in of_ranks.items() if seconds < longest / 2]
         if late:
-            found = f"ranks {late} live, but came late or not at all to a collective; others waited {longest:.0f} s for it"
+            found = f"ranks {late} live, but came late or not at all to a collective; others waited {longest:.0f} s"
             raise OrderError(store.compare_set("reason", "", found) + AND_SO)
 
 
