@@ -301,7 +301,8 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
     watched, module._watched = module._watched, None
     if watched is not None and module._loading is not None:
         module._loading.missing, module._written = watched.outcome()
-        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in watched.own]
+        own = set(map(without_units, watched.own))  # a unit inside has renamed the keys that were missing before it
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if without_units(key) not in own]
     if not is_ungathered():
         if module._loading is None and module._unit.summoned is None:
             module._unit.filled(module._missing)

@@ -126,3 +126,29 @@ def both():
 @pytest.mark.multiprocess
 def test_loading_is_all_or_nothing():
     simulate_ranks(both, 2)
+
+
+class WithoutElements(nn.Module):
+    """A parameter without elements in the root, and a unit that is loaded after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(0, 3))])
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(x @ self.listed[0]) + self.listed[1].sum()
+
+
+def load_what_has_no_elements(atomic):
+    module = make(cls=WithoutElements)
+    given = {name: value + 1 for name, value in module.state_dict().items()}
+    module.last = FSDP(module.last, segments=True, atomic=atomic)
+    model = FSDP(module, segments=True, atomic=atomic)
+    loaded = model.load_state_dict(given)
+    return list(loaded.missing_keys), all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("atomic", [None, "row"])
+def test_a_parameter_without_elements_before_a_unit_is_no_missing_key(atomic):
+    assert simulate_ranks(load_what_has_no_elements, 4, atomic) == [([], True)] * 4
