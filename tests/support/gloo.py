@@ -308,7 +308,7 @@ def handle_of(kind):
             if flatparam.is_installed():
                 raise AssertionError("flatparam is installed already: the comparison would be with itself")
             flatparam.install()
-        _inside.append(dist.get_rank())
+        _inside.append(kind)
     elif flatparam.is_installed():
         raise AssertionError("flatparam is installed already: the comparison would be with itself")
     try:
@@ -320,7 +320,7 @@ def handle_of(kind):
                 flatparam.uninstall()
 
 
-_inside = []  # the ranks of this process, which may be threads, that use our handle
+_inside = []  # one item for each thread of this process that uses our handle: ranks may be threads
 
 
 def check_handles(model, kind):
