@@ -24,12 +24,14 @@ class Reference:
         self.module = build(program)
         self.optimizer = OPTIMIZERS[program["phases"][0]["optimizer"]](self.module.parameters())
         self.buffers = [self._buffers()]
+        self.kind = None  # of the file that the phase loads
 
     def play(self, phase):
         self.phase, self.events = phase, []
         size = phase["size"]
-        if len(self.buffers) != size or phase["kind"] != "ours":  # of another world all ranks get rank 0's
+        if len(self.buffers) != size or self.kind != "ours":  # of another world all ranks get rank 0's
             self.buffers = [copy.deepcopy(self.buffers[0]) for _ in range(size)]
+        self.kind = phase["kind"]
         self.before, self.after = averaging_factors(size)
         inner = phase["inner"] if phase["strategy"] in GRIDS else size
         self.rows = [range(i, i + inner) for i in range(0, size, inner)]
