@@ -233,7 +233,11 @@ def empty(*names):
 
 
 def _wrong_calls():
-    """Yield, by name, calls that gloo refuses or that communicate nothing: a function of the group."""
+    """Yield, by name, calls that gloo refuses or that communicate nothing: a function of the group.
+
+    Not here: a send to a rank that the group does not have. gloo reads past the end of its list of pairs; some end at
+    the time-out, some in a crash.
+    """
     four, eight, ints = torch.ones(4), torch.ones(8), torch.ones(8, dtype=torch.int32)
     square, meta = torch.ones(4, 4), torch.ones(4, device="meta")
     gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
@@ -258,7 +262,6 @@ def _wrong_calls():
     for name, (function, *arguments) in cases.items():
         yield name, partial(function, *arguments, async_op=True)
     yield "broadcast from nobody", partial(dist.broadcast, four, group_src=5, async_op=True)
-    yield "send to nobody", partial(dist.isend, four, group_dst=5)
     yield "send not contiguous", partial(dist.isend, square[:, 0], group_dst=1)
 
 
@@ -270,14 +273,6 @@ def refused():
     if not scene.is_last:
         found = {name: end_of(case, group=scene.groups[name]) for name, case in cases.items()}
     return scene.after(found)
-
-
-def send_to_itself():
-    """The first rank sends to itself; there is no connection."""
-    group = make_group()
-    if group.rank() == 0:
-        return {"send": end_of(dist.isend, torch.ones(4), group=group, group_dst=0)}
-    return {}
 
 
 def group_of_others():

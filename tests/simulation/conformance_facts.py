@@ -409,10 +409,6 @@ ROWS = (
                     "begin, at once: RuntimeError: ProcessGroupGloo::broadcast: invalid root rank: #",
                     ENDS,
                 ),
-                "send to nobody": (
-                    "begin, at time-out: DistStoreError: wait timeout after #ms, keys: /#//#//cpu//#/#",
-                    ENDS,
-                ),
                 "send not contiguous": ("begin, at once: RuntimeError: input tensor has to be contiguous", ENDS),
             },
             {
@@ -432,7 +428,6 @@ ROWS = (
                     "all_reduce complex max",
                     "broadcast meta",
                     "broadcast from nobody",
-                    "send to nobody",
                     "send not contiguous",
                 ): ("-", ENDS),
                 ("all_reduce float band", "all_reduce premul_sum"): ("-", NOT_RECEIVED_OR_LOST),
