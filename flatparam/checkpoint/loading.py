@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..common.warned import warn_here
+from ..fsdp.desync.events import SetupCollective
 from .base import check_sums, sums_of_samples
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
@@ -91,7 +92,7 @@ def load(
         CheckpointError: on every rank, naming rank, file and tensor. Model and optimizer are as before, unless a read
             fails after all checks or a ``set_extra_state`` raises: then it says that the model is loaded in part.
     """
-    rendezvous = Rendezvous(process_group, "checkpoint.load")
+    rendezvous = Rendezvous(process_group, SetupCollective.LOADS_CHECKPOINT, model)
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
     loading = _Loading(model, optimizer, rendezvous)
     try:

@@ -9,26 +9,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn as nn
 
 from ..fsdp.desync import liveness
-from ..fsdp.desync.checked_collectives import come_back
+from ..fsdp.desync.checked_collectives import come_back, note_meeting
+from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
+from ..fsdp.desync.trace import GroupTrace
 from ..fsdp.errors import FileError, StateError, StoreGoneError
+from ..fsdp.unit.unit import units_of
 from .errors import CheckpointError
 
 # world -> ranks -> rendezvous so far. Groups of the same ranks share names in the store, so they share a count.
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
+_NAMES = {
+    SetupCollective.SAVES_CHECKPOINT: "checkpoint.save",
+    SetupCollective.LOADS_CHECKPOINT: "checkpoint.load",
+}
+
+
 class Rendezvous:
     """One save or load of the ranks of ``group`` (None: the world). All ranks must make theirs in the same order.
 
-    ``what``: the call's name, for messages. Without process groups, or with a backend without real ranks, this process
-    is alone.
+    The collective traces of ``model``'s groups record it, so a rank that runs a unit in its place is found: until all
+    ranks have come to the first ``agree``, its waits look into these traces. Without process groups, or with a backend
+    without real ranks, this process is alone.
+    Raises: OrderError if another rank has come to a collective of ``model``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str):
-        self.what, self.rank, self.ranks = what, 0, [0]
+    def __init__(self, group: dist.ProcessGroup | None, call: SetupCollective, model: nn.Module):
+        self.what, self.rank, self.ranks = _NAMES[call], 0, [0]
+        self._traces: list[GroupTrace] = []
         self._store: Store | None = None
         self._round = 0
         self._me = 0
@@ -37,12 +50,15 @@ class Rendezvous:
         members: Any = dist.group.WORLD if group is None else group
         self.rank, self.ranks = dist.get_rank(members), dist.get_process_group_ranks(members)
         if self.rank < 0:
-            raise ValueError(f"{what}: this rank is not in the group of ranks {self.ranks}")
+            raise ValueError(f"{self.what}: this rank is not in the group of ranks {self.ranks}")
         self._me = dist.get_rank()
         if len(self.ranks) == 1 or dist.get_backend(members) in WITHOUT_STORE:
             return
         liveness.enter()
         come_back()
+        modules = model.modules() if isinstance(model, nn.Module) else ()  # the plan raises for all ranks
+        parts = [flat_param for unit in units_of(modules) for flat_param in unit.flat_params]
+        self._traces = note_meeting(call, parts, self.ranks)
         world: Any = dist.group.WORLD
         met = _met.setdefault(world, {})
         number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
@@ -78,6 +94,8 @@ class Rendezvous:
                 answer, failed = self._exchange([told, mine], decide, is_last)
             except StoreGoneError as gone:
                 raise StoreGoneError(f"{self.what}: {gone}") from gone
+            while self._traces:  # all ranks have come
+                self._traces.pop().end_meeting()
             error = error or failed
             if error is not None:
                 raise self._own(error)
@@ -96,7 +114,7 @@ class Rendezvous:
         if store is not None:
             store.set(own, json.dumps(mine))
         if store is not None and not self.is_first:
-            liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
+            liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True, look=self._look)
             answer = json.loads(store.values_at([verdict])[0])
             readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
@@ -109,12 +127,14 @@ class Rendezvous:
         try:
             said = [mine]
             if store is not None:
-                liveness.wait_for_keys(store, keys, self.ranks, takes_long=True)
+                liveness.wait_for_keys(store, keys, self.ranks, takes_long=True, look=self._look)
                 said = [json.loads(one) for one in store.values_at(keys)]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
             if answer[0] is None:
                 answer[1] = decide([one[1] for one in said])
         except Exception as failure:
+            if any(trace.core.broken for trace in self._traces):
+                raise  # the others find it in the trace
             answer[0], failed = f"rank {self._me}: {_said(failure)}", failure
         if store is not None:
             store.set(verdict, json.dumps(answer))
@@ -126,6 +146,11 @@ class Rendezvous:
             return answer, failed
         finally:
             failed = None  # its traceback holds this frame
+
+    def _look(self, waited: float) -> None:
+        """Raises: OrderError, on every rank, if one of them runs a unit in place of this call."""
+        for trace in self._traces:
+            trace.look_at_meeting()
 
     def _own(self, error: BaseException) -> BaseException:
         """Convert the local error to CheckpointError, so that every rank raises the same type."""

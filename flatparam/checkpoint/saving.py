@@ -36,6 +36,7 @@ from .._version import __version__
 from ..common.patches import FOR_GOOD, note
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import settle
+from ..fsdp.desync.events import SetupCollective
 from ..fsdp.unit.unit import units_of
 from .base import with_sums
 from .errors import CheckpointError
@@ -198,7 +199,7 @@ class _Saving:
         progress: bool,
     ):
         self.overwrite = overwrite
-        self.rendezvous = rendezvous = Rendezvous(group, "checkpoint.save")
+        self.rendezvous = rendezvous = Rendezvous(group, SetupCollective.SAVES_CHECKPOINT, model)
         self.path = Path()
         self.plan = SavePlan()
         self.units: list[dict[str, Any]] = []

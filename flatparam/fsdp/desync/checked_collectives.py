@@ -257,6 +257,22 @@ def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -
             _checked.setdefault(group, {})[device.type] = trace
 
 
+def note_meeting(what: SetupCollective, parts: Iterable[Shared], ranks: list[int]) -> list[GroupTrace]:
+    """Record that this rank meets ``ranks`` in a store, in one order with the collectives of ``parts``.
+
+    Groups with other ranks are left out: those do not come. So are groups that cannot be used any more: values may be
+    saved without them.
+    Returns: the traces, for ``look_at_meeting`` during the wait. Raises: OrderError if a rank of theirs is elsewhere.
+    """
+    groups = {(group, part.device): None for part in parts for group in part.groups}
+    inside = [(group, device) for group, device in groups if set(ranks).issuperset(dist.get_process_group_ranks(group))]
+    found = dict.fromkeys(filter(None, (trace_of(group, device) for group, device in inside)))
+    traces = [trace for trace in found if not trace.core.broken]
+    for trace in traces:
+        trace.note_meeting(what)
+    return traces
+
+
 def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     """Wait in the store until all ranks of ``group`` are here. Returns the text ``mine`` of each, in rank order.
 

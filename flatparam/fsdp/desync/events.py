@@ -25,13 +25,15 @@ _KINDS = {
 
 
 class SetupCollective(enum.Enum):
-    """The purposes of collectives that belong to no unit, in words for messages."""
+    """The purposes of collectives that belong to no unit, in words for messages. The last two are meetings."""
 
     BUILDS = "builds a unit"
     SENDS_MODULES = "builds a unit that rank 0 gives values (sync_module_states)"
     LOADS = "compares what it loads"
     TELLS_STATES = "tells which optimizer states it has"
     SENDS_STATES = "takes the optimizer state that rank 0 has"
+    SAVES_CHECKPOINT = "saves a checkpoint"
+    LOADS_CHECKPOINT = "loads a checkpoint"
 
 
 _EXCHANGES = list(SetupCollective)

@@ -7,7 +7,7 @@ the other ranks through the group's store:
 | this rank | other ranks with the same past | it goes on |
 |---|---|---|
 | has no prediction | ask too | at once: the first rank posts its collective, the others compare with it |
-| comes to another collective | do not ask if they follow the prediction | when all ranks have asked |
+| comes to another collective | do not ask if they follow the prediction | when all have asked; to a meeting at once |
 | was kept from a collective by an exception | may wait in that collective | when all were kept from the same |
 
 A rank that follows the prediction may wait in its collective for ranks that never come. It looks into the store a few
@@ -52,7 +52,7 @@ from ...common.collectives import PATIENCE, can_be_cut, name_in_cpp, tells_when_
 from ...common.warned import warn_user
 from ..errors import OrderError, StoreGoneError
 from . import liveness
-from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference, is_learning
+from .events import IN_ONE_ORDER, CollectiveEvent, SetupCollective, describe, difference, encode, is_learning
 from .stores import Store
 from .unit_ids import UnitIds, ids_of
 
@@ -107,6 +107,8 @@ class GroupTrace:
         self._told_of_loss = False  # a call has raised the error
         self._trouble = ""  # this rank's report in the key "trouble"
         self._raised = (-1, 0)  # the last step that an exception has ended here, and how many have
+        self._meets = False  # the event that is being noted is a meeting
+        self._meeting = 0  # the number of the last meeting
 
     def join(self, others: Iterable["GroupTrace"]) -> None:
         """Break ``others`` whenever this trace breaks: one model uses the groups of all."""
@@ -205,6 +207,33 @@ class GroupTrace:
             self.wait(work)
         self.raise_if_closed()
 
+    def note_meeting(self, what: SetupCollective) -> None:
+        """Record that this rank comes to a meeting in a store, which is no collective and has no time-out.
+
+        It waits for no rank: the caller does, and calls ``look_at_meeting`` meanwhile.
+        Raises: OrderError if another rank has come to a collective in its place.
+        """
+        self._meets = True
+        try:
+            self.core.note(encode(what), False)
+        finally:
+            self._meets = False
+        self.core.begin()
+        self._meeting = self.core.count - 1
+
+    def end_meeting(self) -> None:
+        """Delete what this rank has asked about the last meeting, and before: all ranks have come to it."""
+        self._reach(lambda: self._forget(self._meeting + 1))
+
+    def look_at_meeting(self) -> None:
+        """Raises: OrderError, on every rank, if one of them has come to a collective in place of the meeting."""
+        self.raise_if_closed()
+        self._reach(self._look_at_meeting)
+
+    def _look_at_meeting(self) -> None:
+        self._raise_if_broken()
+        self._look_at_question()
+
     @property
     def is_by_device(self) -> bool:
         """Whether the device waits for its collectives, and the host does not."""
@@ -277,8 +306,9 @@ class GroupTrace:
             waits = alone or self.core.always
             if index % len(self._ranks) == self._me:  # the ranks share the work of deleting keys
                 self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
-            if waits:
-                self._wait_for_all(index, mine)
+            if waits and self._ask_all(index) and not self._meets:
+                self._wait_until(lambda: self._store.check([f"{index}/go"]), index, mine)
+            if waits and not self._meets:
                 self._forget(index)
         except StoreGoneError as error:
             self._end_without_store(error)
@@ -289,13 +319,14 @@ class GroupTrace:
         """Return the report of the first rank that has asked about ``index``; ``mine`` if this is the first."""
         return CollectiveEvent.from_text(self._store.compare_set(str(index), "", mine.to_text()))
 
-    def _wait_for_all(self, index: int, mine: CollectiveEvent) -> None:
+    def _ask_all(self, index: int) -> bool:
+        """Ask all ranks about ``index``. Returns: whether some have not asked yet."""
         self._point_at(index)
-        if self._store.add(f"{index}/asked", 1) == len(self._ranks):
-            self._store.compare_set("pending", str(index), "")
-            self._store.set(f"{index}/go", "1")
-            return
-        self._wait_until(lambda: self._store.check([f"{index}/go"]), index, mine)
+        if self._store.add(f"{index}/asked", 1) < len(self._ranks):
+            return True
+        self._store.compare_set("pending", str(index), "")
+        self._store.set(f"{index}/go", "1")
+        return False
 
     def _settle(self, index: int, digest: int, mine: CollectiveEvent) -> None:
         """Wait until all ranks were kept from the same collectives as this one. No rank has begun them then.
