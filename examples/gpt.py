@@ -76,7 +76,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32),
         device_id=device,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     first = 0
     if options.checkpoint and options.checkpoint.exists():
         first = checkpoint.load(options.checkpoint, model, optimizer).extra["step"]  # at any number of ranks

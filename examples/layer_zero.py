@@ -53,7 +53,7 @@ def train(strategy: ShardingStrategy, options: argparse.Namespace, device: torch
         device_id=device,
     )
     plan = model.memory_plan()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(options.steps):
         optimizer.zero_grad()

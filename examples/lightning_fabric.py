@@ -57,7 +57,7 @@ def main() -> None:
     fabric.seed_everything(0, verbose=False)
     module = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, TOKENS))
     total = sum(parameter.numel() for parameter in module.parameters())
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True))
     for step in range(1, options.steps + 1):
         tokens = torch.randint(TOKENS, (32,), device=fabric.device)
         loss = F.cross_entropy(model(tokens), (tokens + 3) % TOKENS)

@@ -80,7 +80,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         device_id=device,
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
     for step in range(1, options.steps + 1):
         tokens = torch.randint(TOKENS, (64,), device=device)
         loss = F.cross_entropy(model(tokens), (tokens + 3) % TOKENS)

@@ -43,7 +43,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=device,
     )
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.randn(64, WIDTH, device=device)
 
     def step() -> None:

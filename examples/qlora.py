@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         device_id=device,
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
     for step in range(1, options.steps + 1):
         tokens = ((torch.randint(64, (8, 1)) + torch.arange(12)) % 64).to(device)  # your text goes here
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         sync_module_states=True,
         device_id=device,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     first = 0
     if options.folder.exists():
         first = checkpoint.load(options.folder, model, optimizer).extra["step"]

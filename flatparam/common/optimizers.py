@@ -16,8 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _C
 from .patches import Lifetime, flat_params_live
 from .torch_private import _is_fsdp_flattened
+from .warned import warn_user
 
 taken = 0
+_MANY = 1_000  # pieces of a unit's parameters: on the host, AdamW's fused step takes a quarter of the time of its loop
 _changes = 0  # the number of calls of note_change()
 # By optimizer: whether it has parameters of units; the number of its groups and _changes at that time; the runtime's
 # units that have its parameters; the drop-in's handles that do
@@ -132,4 +134,27 @@ def _look(optimizer: Optimizer) -> _Known:
         [weakref.ref(each) for find in finders for each in find(params)] for finders in (_find_units, _find_handles)
     )
     _known[optimizer] = has_some, when, units, handles
+    if units and known is None:
+        _advise_fused(optimizer)
     return _known[optimizer]
+
+
+def _advise_fused(optimizer: Optimizer) -> None:
+    """Warn where ``optimizer`` has a fused step and steps many parameters on the host one by one.
+
+    torch takes its loop by default there. 1,000 pieces of 256 elements: 18 ms a step, 12 ms with ``foreach=True``,
+    3.3 ms with ``fused=True`` (AdamW, one core, torch 2.13).
+    """
+    loops = [group for group in optimizer.param_groups if group.get("fused", True) in (None, False)]
+    count = sum(
+        param.is_cpu and param.is_floating_point() and param.numel() > 0
+        for group in loops
+        if not group.get("differentiable")
+        for param in group["params"]
+    )
+    if count >= _MANY:
+        name = type(optimizer).__name__
+        warn_user(
+            f"{name} steps {count:,} parameters on the host one by one: {name}(..., fused=True) takes a fraction of "
+            "the time"
+        )

@@ -51,6 +51,7 @@ scaler = torch.amp.GradScaler("cpu")
 loss(model, steps[0][0]).backward()
 optimizer.step()
 """  # what readers have themselves: a block says what it takes from there
+END = "\nimport os; os._exit(0)\n"  # a part of a program leaves its groups: gloo's threads may abort a normal exit
 
 
 def blocks(page):
@@ -71,9 +72,10 @@ def headings(page):
 def run(folder, program, ranks=2):
     """Run a block in ``folder``, as train.py under torchrun if it is for several ranks."""
     name = "train.py" if is_program(program) else "other.py"
-    (folder / name).write_text(program)
+    is_part = not is_program(program) and "from my_training import" in program
+    (folder / name).write_text(program + END * is_part)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*(launcher if is_program(program) or "from my_training import" in program else []), name]
+    command = [*(launcher if is_program(program) or is_part else []), name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]

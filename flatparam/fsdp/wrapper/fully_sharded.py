@@ -92,7 +92,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             sync_module_states=True,  # all ranks start from the weights of rank 0
         )
-        optimizer = torch.optim.AdamW(model.parameters())  # after wrapping
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # after wrapping
         model(batch).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()

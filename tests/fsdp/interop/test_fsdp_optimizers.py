@@ -4,10 +4,13 @@ Promises:
 - an optimizer that was made before wrapping trains the model, or its first step raises an error with a parameter's name
   and the remedy; later steps look at no parameter: (`before_wrapping`), `test_dropin_faults_of_torch.py`
   (`before_wrapping`)
+- an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``:
+  `test_a_slow_loop_is_told_of_the_fused_step`
 """
 
 import gc
 import itertools
+import warnings
 import weakref
 
 import pytest
@@ -146,3 +149,17 @@ def test_an_optimizer_from_before_wrapping_may_hold_what_is_not_trained_by_units
         gc.collect()
         assert alive() is None
         optimizer.step()  # nobody is there to train
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, True), ({"foreach": True}, True), ({"fused": True}, False)])
+@pytest.mark.parametrize("count", [999, 1000])
+def test_a_slow_loop_is_told_of_the_fused_step(settings, told, count):
+    with fake_world(1), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = FSDP(nn.ParameterList(torch.ones(3) for _ in range(count)), use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        for _ in range(2):
+            optimizer.step()
+    texts = [str(each.message) for each in found if "fused=True" in str(each.message)]
+    assert len(texts) == (told and count == 1000)
+    assert all("AdamW steps 1,000 parameters on the host" in text for text in texts)
