@@ -24,6 +24,15 @@ _KINDS = {
 }
 
 
+_STEP = "a forward or a backward"
+_CALLS = {  # by kind: the call of a user that issues it. The others belong to a step
+    _C.EVENT_GATHERS_OUTSIDE: "state_dict(), summon_full_params() or the like",
+    _C.EVENT_CLIPS: "clip_grad_norm_()",
+    _C.EVENT_SHOWS_GRADIENTS: "summon_full_params(with_grads=True)",
+    _C.EVENT_SCALES: "a gradient scaler",
+}
+
+
 class SetupCollective(enum.Enum):
     """The purposes of collectives that belong to no unit, in words for messages. The last two are meetings."""
 
@@ -37,9 +46,18 @@ class SetupCollective(enum.Enum):
 
 
 _EXCHANGES = list(SetupCollective)
+_EXCHANGE_CALLS = {
+    SetupCollective.BUILDS: "FullyShardedDataParallel()",
+    SetupCollective.SENDS_MODULES: "FullyShardedDataParallel(sync_module_states=True)",
+    SetupCollective.LOADS: "load_state_dict() or the like",
+    SetupCollective.TELLS_STATES: "optim_state_dict()",
+    SetupCollective.SENDS_STATES: "optim_state_dict_to_load() or the like",
+    SetupCollective.SAVES_CHECKPOINT: "checkpoint.save()",
+    SetupCollective.LOADS_CHECKPOINT: "checkpoint.load()",
+}
 _EVENTS = 2**32 * _C.EVENT_KINDS  # the events of all units; above, a reduction adds a hash of its requires_grad flags
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
-_ALIKE = ". Every rank must build, run, save and load in the same order, as often"
+_ALIKE = ". Every rank must make these calls in the same order, as often: none of them under `if rank == 0:` alone"
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
 
 
@@ -100,8 +118,9 @@ def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) ->
     one, other = sorted((first, second))
     if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
         return _trained_by_one(ids, one, other), _TRAINED
-    if _is_exchange(first) or _is_exchange(second):
-        return f"the ranks do different things: {one}; {other}", _ALIKE
+    calls = [_call(event) for event in (one, other)]
+    if calls[0] != calls[1]:
+        return f"the ranks do different things: {one}, for {calls[0]}; {other}, for {calls[1]}", _ALIKE
     forward = ids.is_in_forward(_number(second))
     what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
     which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
@@ -122,8 +141,12 @@ def _trained_by_one(ids: UnitIds, one: CollectiveEvent, other: CollectiveEvent) 
     return f"the ranks train different parameters of {ids.name(number)}, in step {one.step}: {what}"
 
 
-def _is_exchange(post: CollectiveEvent) -> bool:
-    return post.event // 2 % _C.EVENT_KINDS == _C.EVENT_EXCHANGES
+def _call(post: CollectiveEvent) -> str:
+    """Return the call that issues the collective, as a user writes it."""
+    kind = post.event // 2 % _C.EVENT_KINDS
+    if kind == _C.EVENT_EXCHANGES:
+        return _EXCHANGE_CALLS[_EXCHANGES[_number(post)]]
+    return _CALLS.get(kind, _STEP)
 
 
 def _number(post: CollectiveEvent) -> int:
