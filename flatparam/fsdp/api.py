@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import ShardingStrategy as TorchsShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from ..common.parsing import suggestion
 from ..common.torch_private import HandleTrainingState, TrainingState, _Policy
 
 __all__ = ["HandleTrainingState", "ShardedGradScaler", "ShardingStrategy", "TrainingState", "TrainingState_"]
@@ -46,6 +47,17 @@ class EqualByName(Enum):
 
     def __hash__(self) -> int:
         return hash(self._name_)
+
+
+# Words of DeepSpeed, torch's fully_shard, Lightning and others for a strategy, without "_" -> the name here
+_ELSEWHERE = {
+    **dict.fromkeys(("ZERO3", "STAGE3", "ZEROSTAGE3", "FSDP", "FULL"), "FULL_SHARD"),
+    **dict.fromkeys(("ZERO2", "STAGE2", "ZEROSTAGE2"), "SHARD_GRAD_OP"),
+    **dict.fromkeys(("ZERO1", "STAGE1", "ZEROSTAGE1"), "ZERO_1"),
+    **dict.fromkeys(("ZERO0", "DDP", "NONE", "REPLICATE"), "NO_SHARD"),
+    **dict.fromkeys(("HYBRID", "HSDP"), "HYBRID_SHARD"),
+    "HYBRIDSHARDZERO2": "_HYBRID_SHARD_ZERO2",
+}
 
 
 class ShardingStrategy(EqualByName):
@@ -86,8 +98,13 @@ class ShardingStrategy(EqualByName):
             return cls[value.name]
         if isinstance(value, str) and value in cls.__members__:
             return cls[value]
-        names = ", ".join(name for name in cls.__members__ if not name.startswith("_"))
-        raise TypeError(f"expected a ShardingStrategy, got {value!r}: pass one of {names}")
+        names = [name for name in cls.__members__ if not name.startswith("_")]
+        meant = ""
+        if isinstance(value, str):
+            word = value.rpartition(".")[2].upper().replace("-", "_").replace(" ", "_")
+            word = _ELSEWHERE.get(word.replace("_", ""), word)
+            meant = suggestion(word, cls.__members__).replace("mean ", f"mean {cls.__name__}.")
+        raise TypeError(f"expected a ShardingStrategy, got {value!r}: pass one of {', '.join(names)}{meant}")
 
 
 Strategy: TypeAlias = ShardingStrategy | TorchsShardingStrategy | str

@@ -32,6 +32,18 @@ from flatparam import Placement, ShardedGradScaler, ShardingStrategy
 from flatparam.fsdp.sharding.parameters import Options, check_tensors, find_originals
 from flatparam.fsdp.wrapper.materialize import move
 
+ELSEWHERE = {  # words for a strategy in other libraries -> the name here
+    "full_shard": "FULL_SHARD",
+    "ZERO3": "FULL_SHARD",
+    "zero2": "SHARD_GRAD_OP",
+    "ShardingStrategy.shard_grad_op": "SHARD_GRAD_OP",
+    "hybrid": "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2",
+    "zero-stage-1": "ZERO_1",
+    "ddp": "NO_SHARD",
+    "?": "",
+    3: "",
+}
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -92,6 +104,12 @@ def arguments():
         Placement(optim=alone[1 - dist.get_rank()], grad=alone[1 - dist.get_rank()])
     with refused("ShardingStrategy", TypeError):
         FSDP(make(), sharding_strategy="FULL_SHARDED")
+    for word, meant in ELSEWHERE.items():
+        text = rf"; did you mean ShardingStrategy.{meant}\?$" if meant else "$"
+        with refused(
+            f"a ShardingStrategy, got {re.escape(repr(word))}: pass one of FULL_SHARD, [A-Z01_, ]*{text}", TypeError
+        ):
+            FSDP(make(), sharding_strategy=word)
     with refused("backward_prefetch", TypeError):
         FSDP(make(), backward_prefetch="pre")
     with refused("expected classes of modules as the units of a policy, got 'Linear'", TypeError):
