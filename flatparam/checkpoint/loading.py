@@ -24,7 +24,7 @@ import torch.nn as nn
 from ..common.warned import warn_here
 from ..fsdp.desync.events import SetupCollective
 from .base import check_sums, sums_of_samples
-from .errors import CheckpointError, naming_checkpoint
+from .errors import CheckpointError, names_that_differ, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
 from .gradients import Sums
@@ -172,9 +172,8 @@ class _Loading(ModelPlan):
             source.look = partial(refuse_not_finite, source) if check_finite else None
             self.plan(held, source, strict)
             if strict and (self.missing or self.unexpected):
-                told = (("missing in the checkpoint", self.missing), ("not in the model", self.unexpected))
-                parts = (f"{kind}: " + ", ".join(f"`{name}`" for name in names) for kind, names in told if names)
-                raise CheckpointError("; ".join(parts))
+                kinds = ("missing in the checkpoint", "not in the model")
+                raise CheckpointError(names_that_differ(self.missing, self.unexpected, kinds))
             base_sums = sums_of_samples(self.base, self.rendezvous.rank) if base is not None and strict else {}
             if strict and self.taken is None and source.values.keys() - self.alike:
                 raise CheckpointError(f"the model has no module for `{min(source.values.keys() - self.alike)}`")

@@ -23,7 +23,7 @@ from ..fsdp.states.loading import Values, agree_on_loading
 from ..fsdp.states.safetensors_files import Files, sample_of
 from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..fsdp.unit.unit import units_of
-from .errors import naming_checkpoint
+from .errors import names_that_differ, naming_checkpoint
 from .foreign import Foreign, whole_tensors
 from .model_plan import ModelPlan
 from .planning import check_idle
@@ -86,13 +86,9 @@ class _Loading(ModelPlan):
         source.model = whole_tensors(reader)  # under their own names
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
             self.plan(held, source)
-        lines = [
-            f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + "."
-            for kind, names in (("Missing", self.missing), ("Unexpected", self.unexpected))
-            if names
-        ]
-        if strict and lines:
-            raise RuntimeError(" ".join(lines))
+        if strict and (self.missing or self.unexpected):
+            kinds = ("Missing key(s) in the files", "Unexpected key(s) in the files")
+            raise RuntimeError(names_that_differ(self.missing, self.unexpected, kinds, '"'))
         for read in self.reads:
             source.read(read)
         self.check_tied(source)

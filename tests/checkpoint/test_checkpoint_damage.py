@@ -100,6 +100,35 @@ def test_what_is_no_checkpoint_is_said_so(saved, tmp_path):
     refused(tmp_path / "future", "is of version 2, this flatparam reads 1")
 
 
+def many():
+    return nn.ModuleDict({"layers": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))), "last": nn.Linear(2, 2)})
+
+
+def test_many_names_that_do_not_fit_are_counted(tmp_path):
+    """And a prefix that they have in one place only is named, with a module that fits: it loads."""
+    model = many()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    checkpoint.save(tmp_path / "many", model)
+    checkpoint.save(tmp_path / "within", nn.ModuleDict({"model": model}))
+    counted = (
+        r"14 names, `layers\.0\.weight` and 11 more that begin with `layers\.`, `last\.weight` and 1 more that begin"
+    )
+    with pytest.raises(CheckpointError, match=f"missing in the checkpoint: `a`; not in the model: {counted}"):
+        checkpoint.load(tmp_path / "many", nn.ParameterDict({"a": torch.ones(1)}))
+    other = many()
+    way_on = re.escape('begin with `model.`, those of the model do not: load into `nn.ModuleDict({"model": model})`')
+    with pytest.raises(CheckpointError, match=f"The names in the files {way_on}$"):
+        checkpoint.load(tmp_path / "within", other)
+    checkpoint.load(tmp_path / "within", nn.ModuleDict({"model": other}))
+    assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+    outer = nn.ModuleDict({"model": many()})
+    way_on = re.escape('begin with `model.`, those in the files do not: load into `model.get_submodule("model")`')
+    with pytest.raises(CheckpointError, match=f"The names of the model {way_on}$"):
+        checkpoint.load(tmp_path / "many", outer)
+    checkpoint.load(tmp_path / "many", outer.get_submodule("model"))
+    assert all(torch.equal(value, values[name]) for name, value in outer["model"].state_dict().items())
+
+
 def test_names_shapes_and_dtypes_that_do_not_fit(saved, tmp_path):
     class Other(Model):
         def __init__(self):
@@ -111,6 +140,8 @@ def test_names_shapes_and_dtypes_that_do_not_fit(saved, tmp_path):
     found = checkpoint.load(saved, Other(), strict=False)
     assert (found.missing, found.unexpected) == (["more.weight", "more.bias"], [])
     with pytest.raises(CheckpointError, match=r"not in the model: `blocks\.2"):
+        checkpoint.load(saved, Model(blocks=2))
+    with pytest.raises(CheckpointError, match=r"pass strict=False to load the names that both have"):
         checkpoint.load(saved, Model(blocks=2))
     with pytest.raises(CheckpointError, match=r"`first.weight` has shape \(5, 3\), the model's has \(6, 3\)"):
         checkpoint.load(saved, Model(width=6))
