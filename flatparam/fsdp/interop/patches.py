@@ -12,6 +12,7 @@ plans of ``torch.distributed.checkpoint``      refused if a state has shards
 ``clip_grad_norm_``                            counts the shards of all ranks
 ``get_total_norm``                             refused
 LBFGS, ZeroRedundancyOptimizer                 refused when they step
+states of optimizers that were not converted   refused at the next step
 ``average_parameters``                         refused
 ``GradScaler``, ``ShardedGradScaler``          all ranks skip a step together
 ``backward(inputs=)``, ``autograd.grad``       see ``backward_inputs.py``
@@ -19,6 +20,7 @@ LBFGS, ZeroRedundancyOptimizer                 refused when they step
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,7 +39,7 @@ from ... import _C
 from ...common.torch_private import TorchsFSDP
 from ..desync import checked_collectives
 from ..errors import StateError
-from ..names import join
+from ..names import FLAT_PARAM, join
 from ..sharding.flat_param import FlatParam
 from ..unit.clip import by_group, clip
 from ..unit.markers import STATES, RefusingMarkers
@@ -266,6 +268,39 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             raise StateError(
                 f"{name}.step(): a parameter of {unit.name} is this rank's shard. {name} {_WHOLE_ONLY[name]}"
             )
+
+
+# torch's optimizers whose states have one element for each of the parameter, or one in all
+_BY_ELEMENT = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+# Optimizer -> the address of its state when that was checked. `load_state_dict` puts another object in its place
+_state_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")
+def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse the first step after a load of states that do not have the numel of this rank's pieces.
+
+    torch's step would fail without a name. Other classes of optimizers may have states of any shape, so only torch's
+    that work by element are checked.
+    Raises: StateError naming parameter and key.
+    """
+    if _state_checked.get(optimizer) == id(optimizer.state):
+        return
+    cls = type(optimizer)
+    if cls.__name__ in _BY_ELEMENT and cls is getattr(torch.optim, cls.__name__, None):
+        for param, state in optimizer.state.items():
+            unit, name = owner_of_param(param) or (None, "")
+            if unit is None or unit.summoned is not None or not param.requires_grad or param.numel() == 0:
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() not in (1, param.numel()):
+                    raise StateError(
+                        f"{cls.__name__}.step(): the state `{key}` of `{name or FLAT_PARAM}` of {unit.name} has shape "
+                        f"{tuple(value.shape)}, and this rank's piece of the parameter {tuple(param.shape)}. Convert a "
+                        "state before it is loaded: optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, "
+                        "optimizer, state)); or use flatparam.checkpoint.load(path, model, optimizer)"
+                    )
+    _state_checked[optimizer] = id(optimizer.state)
 
 
 @units_live.replace(

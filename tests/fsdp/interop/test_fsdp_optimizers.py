@@ -4,19 +4,25 @@ Promises:
 - an optimizer that was made before wrapping trains the model, or its first step raises an error with a parameter's name
   and the remedy; later steps look at no parameter: (`before_wrapping`), `test_dropin_faults_of_torch.py`
   (`before_wrapping`)
+- a state that was loaded without ``optim_state_dict_to_load``, and does not fit this rank's pieces, is refused with the
+  name at the first step after the load; a converted state, and other classes of optimizers, are not:
+  `test_a_state_that_was_not_converted_is_refused`
 - an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``:
   `test_a_slow_loop_is_told_of_the_fused_step`
 """
 
 import gc
 import itertools
+import re
 import warnings
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import STRATEGIES, Averaged, assert_same, data, every_setting, full_params, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
@@ -163,3 +169,68 @@ def test_a_slow_loop_is_told_of_the_fused_step(settings, told, count):
     texts = [str(each.message) for each in found if "fused=True" in str(each.message)]
     assert len(texts) == (told and count == 1000)
     assert all("AdamW steps 1,000 parameters on the host" in text for text in texts)
+
+
+class OfTheWhole(torch.optim.SGD):
+    """Not torch's own class: it has states of the whole parameters."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("whole", torch.zeros(100))
+
+
+def loads_states(strategy, uo):
+    """What each kind of load leads to at the next step, by the optimizer's class."""
+    module = make()
+    whole = {name: torch.optim.AdamW(module.parameters()) for name in ("AdamW",)} | {"SGD": sgd(module, momentum=0.9)}
+    for optimizer in whole.values():
+        loss_of(module, data(0)).backward()
+        optimizer.step()
+    model, told = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy]), {}
+    for name, plain in whole.items():
+        make_optimizer = {
+            "AdamW": lambda: torch.optim.AdamW(model.parameters()),
+            "SGD": lambda: sgd(model, momentum=0.9),
+        }
+        optimizer = make_optimizer[name]()
+        for _ in range(2):
+            loss_of(model, data(0)).backward()
+            optimizer.step()
+        own, full = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        converted = FSDP.optim_state_dict_to_load(model, optimizer, full)
+        for state in (own, converted):
+            optimizer.load_state_dict(state)
+            loss_of(model, data(0)).backward()
+            optimizer.step()
+        for kind, state in (("full", full), ("plain", plain.state_dict())):
+            later = make_optimizer[name]()
+            try:
+                later.load_state_dict(state)
+            except ValueError:  # torch compares the groups
+                continue
+            loss_of(model, data(0)).backward()
+            for _ in range(2):
+                with pytest.raises(StateError) as refused:
+                    later.step()
+            told[name, kind] = str(refused.value)
+            later.load_state_dict(converted)
+            later.step()
+        dist.barrier()
+    optimizer = OfTheWhole(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return told
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO_1"])
+def test_a_state_that_was_not_converted_is_refused(strategy):
+    for told in simulate_ranks(loads_states, 2, strategy, True):
+        assert set(told) == {(name, kind) for name in ("AdamW", "SGD") for kind in ("full", "plain")}
+        for (name, _), text in told.items():
+            key = "exp_avg" if name == "AdamW" else "momentum_buffer"
+            assert re.match(rf"{name}\.step\(\): the state `{key}` of `[a-z0-9.]+` of the unit of ", text), text
+            assert "has shape (" in text, text
+            assert "FSDP.optim_state_dict_to_load(model, optimizer, state)" in text, text
+    assert simulate_ranks(loads_states, 2, strategy, False) == [{}, {}]
