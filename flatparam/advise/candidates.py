@@ -66,6 +66,7 @@ class Question:
     wrap: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     optimizer: str = "adam"
     segments: bool = False
 
@@ -214,7 +215,9 @@ def _settings(question: Question, wrap: tuple[str, ...]) -> Iterator[Settings]:
             world_size=world,
             wrap=wrap,
             param_dtype=question.param_dtype,
+            reduce_dtype=question.reduce_dtype,
             optimizer=question.optimizer,
+            use_orig_params=True,
             segments=question.segments,
         )
         for size in inner if is_grid(SUPPORTED[name]) else [None]:

@@ -3,8 +3,12 @@
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from flatparam.advise.candidates import Question, candidates
 from flatparam.advise.report import (
@@ -16,6 +20,7 @@ from flatparam.advise.report import (
     call,
     does_not_fit,
     how_to_step,
+    imports,
     in_full_precision,
     nothing_fits,
     table,
@@ -26,6 +31,9 @@ from flatparam.common.parsing import Parser
 from flatparam.inspect.cli import DTYPES, add_settings, classes, drawing
 from flatparam.inspect.planning import MOST_RANKS, SUPPORTED, BadInput, load
 
+# Operations/s of a rank in dtypes of at most 16 bits, and in wider ones: H100 at 40 % of its peaks, which NVIDIA's data
+# sheet gives as 989e12 in bf16 and 67e12 in fp32 without TF32
+LOW_FLOPS, FULL_FLOPS = 400e12, 25e12
 SCALES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -138,8 +146,8 @@ def _add_machine(made: Parser) -> None:
         "--flops",
         type=quantity({"": 1, "FLOPS": 1}, "400T"),
         metavar="RATE",
-        default="400T",
-        help="operations/s that a rank reaches, not its peak",
+        help="operations/s that a rank reaches, not its peak (default: 400T, and 25T for a plan that computes in fp32, "
+        "which is without TF32)",
     )
 
 
@@ -157,7 +165,7 @@ def _add_tries(made: Parser) -> None:
     )
 
 
-def question_of(options: argparse.Namespace) -> Question:
+def question_of(options: argparse.Namespace, module: nn.Module) -> Question:
     if options.world_size > MOST_RANKS:
         raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {options.world_size}")
     node = min(options.node_size, options.world_size)
@@ -168,27 +176,38 @@ def question_of(options: argparse.Namespace) -> Question:
     micro_batches = options.micro_batches or [n for n in Question.micro_batches if n <= options.tokens]
     if max(micro_batches) > options.tokens:
         raise BadInput(f"--tokens {options.tokens} are fewer than {max(micro_batches)} micro-batches")
+    param_dtype = DTYPES.get(options.param_dtype)
+    low = _itemsize(module, param_dtype) <= 2
     return Question(
         world_size=options.world_size,
         gpu_memory=int(options.gpu_memory),
         cluster=Cluster(node, options.intra, options.inter, options.intra_latency, options.inter_latency),
         tokens=options.tokens,
-        flops=options.flops,
+        flops=options.flops or (LOW_FLOPS if low else FULL_FLOPS),
         activations=None if options.activations is None else int(options.activations),
         strategies=options.strategies or tuple(SUPPORTED),
         inner=options.inner or (),
         wrap=options.wrap or (),
         micro_batches=tuple(sorted(set(micro_batches))),
-        param_dtype=DTYPES.get(options.param_dtype),
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES.get(options.reduce_dtype, None if param_dtype is None else torch.float32),
         optimizer=options.optimizer,
         segments=options.segments,
     )
 
 
+def _itemsize(module: nn.Module, param_dtype: torch.dtype | None) -> int:
+    """Return the bytes of an element in the compute: of ``param_dtype``, or of the dtype that most elements have."""
+    numels = Counter[int]()
+    for param in module.parameters():
+        numels[param.itemsize] += param.numel()
+    return param_dtype.itemsize if param_dtype is not None else max(numels, key=numels.__getitem__, default=4)
+
+
 def advise(options: argparse.Namespace) -> tuple[str, int]:
     """Return the text to print and the exit status; write the files of the options. Raises: BadInput, OSError."""
-    question = question_of(options)
     module = load(options.factory)
+    question = question_of(options, module)
     found = sorted(candidates(module, question), key=lambda one: (one.memory, one.seconds))
     if not found:
         raise BadInput(
@@ -206,9 +225,11 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
         last = [nothing_fits(found, question), in_full_precision(found[0], question), assumptions(question)]
         return "\n".join([head, "", *filter(None, last)]), 1
     shown = fitting if options.all else best_of_each(fitting)
+    best = call(fitting[0], question)
     last = [
-        f"best: {call(fitting[0], question)}",
+        f"best: {best}",
         f"      {how_to_step(fitting[0], question)}",
+        f"      {imports(best, fitting[0], module)}",
         f"{len(fitting)} of {len(found)} tried fit" + ("" if options.all else ", of each strategy the best is shown"),
         does_not_fit(found, fitting, question),
         in_full_precision(found[0], question),

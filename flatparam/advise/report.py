@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatparam.advise.candidates import Candidate, Question
 from flatparam.common.tables import aligned, human
@@ -86,7 +87,8 @@ def assumptions(question: Question) -> str:
     """Return the line with the assumptions behind the figures."""
     cluster = question.cluster
     counted = (
-        "activations are not counted: give --activations"
+        "activations are not counted: give --activations, bytes that flatparam.advise.activations.bytes_per_token("
+        "block, x, tokens=n) measures on one block, times the blocks; or about 34 x layers x width of a transformer"
         if question.activations is None
         else f"activations {question.activations:,} bytes a token"
     )
@@ -99,14 +101,15 @@ def assumptions(question: Question) -> str:
 
 def call(candidate: Candidate, question: Question) -> str:
     """Return the call of FullyShardedDataParallel for ``candidate``."""
-    arguments = [f"sharding_strategy=ShardingStrategy.{candidate.strategy}"]
+    arguments = [f"sharding_strategy=ShardingStrategy.{candidate.strategy}", "use_orig_params=True"]
     if candidate.boundary.wrap:
-        classes = ", ".join(candidate.boundary.wrap if candidate.boundary.together == 1 else ("nn.Sequential",))
+        names = [name.rpartition(".")[2] for name in candidate.boundary.wrap]
+        classes = ", ".join(names if candidate.boundary.together == 1 else ["nn.Sequential"])
         arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({{{classes}}})")
-    if question.param_dtype is not None:
-        given = {"param_dtype": question.param_dtype}
-        if len(candidate.reduce_dtypes) == 1:  # else they are those of the parameters, which is LAYER_ZERO's default
-            given["reduce_dtype"] = candidate.reduce_dtypes[0]
+    given = {} if question.param_dtype is None else {"param_dtype": question.param_dtype}
+    if (given or question.reduce_dtype) and len(candidate.reduce_dtypes) == 1:  # else those of the parameters
+        given["reduce_dtype"] = candidate.reduce_dtypes[0]
+    if given:
         precision = ", ".join(f"{name}={dtype}" for name, dtype in given.items())
         arguments.append(f"mixed_precision=MixedPrecision({precision})")
     if question.segments:
@@ -118,6 +121,18 @@ def call(candidate: Candidate, question: Question) -> str:
     if candidate.boundary.together > 1:
         text += f", each {candidate.boundary.together} {candidate.boundary.wrap[0]} in one nn.Sequential"
     return text
+
+
+def imports(call: str, candidate: Candidate, module: nn.Module) -> str:
+    """Return the imports that ``call`` needs, in one line."""
+    ours = ("FullyShardedDataParallel", "MixedPrecision", "ModuleWrapPolicy", "ShardingStrategy")
+    lines = [f"from flatparam import {', '.join(name for name in ours if name in call)}"]
+    lines += ["import torch"] if "torch." in call else []
+    lines += ["from torch import nn"] if "nn." in call else []
+    lines += ["from torch.distributed.device_mesh import init_device_mesh"] if "init_device_mesh" in call else []
+    classes = {type(inner).__name__: type(inner).__module__ for inner in module.modules()}
+    names = [name.rpartition(".")[2] for name in candidate.boundary.wrap] if candidate.boundary.together == 1 else []
+    return "; ".join([*lines, *(f"from {classes[name]} import {name}" for name in names)])
 
 
 def how_to_step(candidate: Candidate, question: Question) -> str:
@@ -168,6 +183,7 @@ def as_json(
         "world_size": question.world_size,
         "gpu_memory": question.gpu_memory,
         "param_dtype": None if question.param_dtype is None else str(question.param_dtype).removeprefix("torch."),
+        "reduce_dtype": None if question.reduce_dtype is None else str(question.reduce_dtype).removeprefix("torch."),
         "optimizer": question.optimizer,
         "assumed": {
             "tokens": question.tokens,

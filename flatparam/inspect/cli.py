@@ -31,6 +31,11 @@ def add_settings(add: Callable[..., object]) -> None:
     """Add the options that ``inspect`` and ``advise`` share. ``add``: ``add_argument`` of a parser or a group."""
     state = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
     add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
+    add(
+        "--reduce-dtype",
+        choices=DTYPES,
+        help="MixedPrecision's: of the reduction of gradients (without it: --param-dtype's; in advise fp32 then)",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=state)
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
 
@@ -91,6 +96,7 @@ def inspect(options: argparse.Namespace) -> tuple[str, int]:
         "strategy": SUPPORTED[options.strategy],
         "wrap": options.wrap or (),
         "param_dtype": DTYPES.get(options.param_dtype),
+        "reduce_dtype": DTYPES.get(options.reduce_dtype),
         "prefetch": not options.no_prefetch,
     }
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})

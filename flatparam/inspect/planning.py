@@ -126,7 +126,7 @@ class Settings:
 
     - ``shard_size``: the number of ranks that share a parameter; for hybrids and LAYER_ZERO alone.
     - ``wrap``: names of the classes whose modules become units; or ``min_params``: for torch's policy by size.
-    - ``param_dtype``: that of MixedPrecision.
+    - ``param_dtype``, ``reduce_dtype``: those of MixedPrecision.
     Raises: BadInput if they contradict each other.
     """
 
@@ -136,6 +136,7 @@ class Settings:
     wrap: tuple[str, ...] = ()
     min_params: int | None = None
     param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     optimizer: str = "adam"
     use_orig_params: bool = False
     segments: bool = False
@@ -283,7 +284,7 @@ def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, Memory
 
 def _precisions(module: nn.Module, settings: Settings) -> dict[nn.Module, MixedPrecision]:
     """Return the modules that become units, with the precision of each."""
-    precision = MixedPrecision(param_dtype=settings.param_dtype)
+    precision = MixedPrecision(settings.param_dtype, settings.reduce_dtype)
     policy = _policy(module, settings)
     if policy is None:
         return {module: precision}

@@ -45,6 +45,7 @@ def wrapped(factory, strategy, inner, classes=(Block,), **settings):
     return FSDP(
         factory(),
         sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
         device_mesh=None if shape is None else init_device_mesh("cpu", shape),
         auto_wrap_policy=ModuleWrapPolicy(set(classes)) if classes else None,
         **settings,
@@ -59,7 +60,7 @@ def counted_steps(cases):
     found = []
     for factory, strategy, inner, dtype, count, reduce_each, segments in cases:
         note(f"{factory} {strategy} {inner} {dtype} {count} {reduce_each}")
-        precision = None if dtype is None else MixedPrecision(param_dtype=dtype)
+        precision = None if dtype is None else MixedPrecision(dtype, torch.float32)
         make = getattr(inspected, factory)
         model = wrapped(make, strategy, inner, mixed_precision=precision, segments=segments)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,8 +129,10 @@ def test_bytes_are_those_that_real_ranks_send(capsys, tmp_path, factory, world, 
             assert total == pytest.approx(sum(sent.values()), abs=1.5)
 
 
-PADDED = [28, 128, 128, 128]  # elements of the small model's units, padded for 4 ranks; 26 and 126 for 2 ranks
-ALL, ROOT, PAIRS = sum(PADDED), PADDED[0], 26 + 3 * 126
+# Elements of the small model's units. Each parameter begins at a multiple of 4 of them: 16 + 8 + 5 and 8 + 56 + 12 + 55
+UNITS = [29, 131, 131, 131]
+PADDED = [32, 132, 132, 132]  # for 4 ranks; 30 and 132 for 2 ranks
+ALL, ROOT, PAIRS = sum(PADDED), PADDED[0], 30 + 3 * 132
 BYTES = {  # (strategy, micro-batches, reduced in each): {(kind, group): bytes}, in fp32; a(n) = (n - 1) / n
     ("FULL_SHARD", 1, False): {
         ("all_gather", "wide"): 3 * (2 * ALL - ROOT),
@@ -141,9 +144,9 @@ BYTES = {  # (strategy, micro-batches, reduced in each): {(kind, group): bytes},
     },
     ("SHARD_GRAD_OP", 5, False): {("all_gather", "wide"): 3 * ALL, ("reduce_scatter", "wide"): 3 * ALL},
     ("SHARD_GRAD_OP", 5, True): {("all_gather", "wide"): 15 * ALL, ("reduce_scatter", "wide"): 15 * ALL},
-    ("NO_SHARD", 5, False): {("all_reduce", "wide"): 2 * 3 * (25 + 3 * 126)},
+    ("NO_SHARD", 5, False): {("all_reduce", "wide"): 2 * 3 * sum(UNITS)},
     ("HYBRID_SHARD", 1, False): {
-        ("all_gather", "inner"): 2 * (2 * PAIRS - 26),
+        ("all_gather", "inner"): 2 * (2 * PAIRS - 30),
         ("reduce_scatter", "inner"): 2 * PAIRS,
         ("all_reduce", "outer"): 2 * 2 * PAIRS // 2,
     },
@@ -220,7 +223,7 @@ def test_a_step_without_sharding_takes_the_time_of_arithmetic(capsys, tmp_path):
     _, found = advise(capsys, tmp_path, *arguments, *machine, *latencies, *tried)
     numel = 25 + 3 * 126
     compute = 6 * numel * 50 / 1e6
-    size = 2 * 5 / 6 * 4 * numel  # of an all-reduce over 6 ranks
+    size = 2 * 5 / 6 * 4 * (16 + 8 + 3 * (8 + 56 + 12 + 56) + 5)  # of an all-reduce over 6 ranks, with the gaps
     reduction = 2 * (4 * 1e-3 + 1 * 0.01) + max(2 / 3 * size / 1000, 1 / 3 * size / 1000)  # two nodes: one hop between
     whole = [one for one in found["fitting"] if one["units"] == 1]
     assert {(o["micro_batches"], o["reduce_each"]) for o in whole} == {(1, False), (2, False), (2, True)}
@@ -357,8 +360,52 @@ def test_the_best_line_gives_all_that_the_plan_needs(capsys, tmp_path, strategy,
     computed, reduced = (str(one or torch.float32).removeprefix("torch.") for one in (dtype, reduced))
     expected = f"4 micro-batches of 16 tokens a step, {synced}; compute in {computed}, reduction in {reduced}"
     assert lines[at + 1].strip() == f"{expected}; optimizer adam"
+    assert reduced == "float32"  # as docs/quickstart.md recommends for bf16, too
     assert f"compute in {computed}, optimizer adam" in lines[0]
     assert ("--param-dtype bf16" in printed) == (dtype is None)
+
+
+@pytest.mark.parametrize("options", [["--strategies", "HYBRID_SHARD", "--inner", "2", "--param-dtype", "bf16"], []])
+@pytest.mark.parametrize("wrap", ["Block", "fsdp_models.Block"])
+def test_the_printed_program_runs_as_it_is(capsys, tmp_path, options, wrap):
+    """With the imports that it names and no other names but the model's."""
+    arguments = ["inspected:model", *MICRO, *options, "--wrap", wrap, "--micro-batches", "1"]
+    printed, _ = advise(capsys, tmp_path, *arguments)
+    best, _, imports = printed[printed.index("best: ") :].splitlines()[:3]
+    with fake_world(8):
+        names = {"model": inspected.model()}
+        exec(imports.strip(), names)
+        made = eval(best.removeprefix("best: ").replace('"cuda"', '"cpu"'), names)
+        assert made._use_orig_params
+        assert len(FSDP.fsdp_modules(made)) == 4
+
+
+@pytest.mark.parametrize(("options", "rate"), [([], 25e12), (["--param-dtype", "bf16"], 400e12)])
+def test_fp32_computes_more_slowly(capsys, tmp_path, options, rate):
+    """Unless a rate is given."""
+    _, found = advise(capsys, tmp_path, "inspected:model", *MICRO, *options)
+    assert found["assumed"]["flops"] == rate
+    assert found["fitting"][0]["seconds"]["compute"] == pytest.approx(6 * 403 * 64 / rate)
+    _, found = advise(capsys, tmp_path, "inspected:model", *MICRO, *options, "--flops", "1T")
+    assert found["assumed"]["flops"] == 1e12
+
+
+def test_the_dtype_of_the_reduction_is_that_of_the_option(capsys, tmp_path):
+    options = ["--param-dtype", "bf16", "--reduce-dtype", "bf16", "--strategies", "FULL_SHARD"]
+    printed, _ = advise(capsys, tmp_path, "inspected:model", *MICRO, *options)
+    assert "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)" in printed
+    printed, _ = advise(capsys, tmp_path, "inspected:model", *MICRO, *options[:2], *options[4:])
+    assert "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)" in printed
+    printed, _ = advise(capsys, tmp_path, "inspected:model", *MICRO, *options[2:])
+    assert "MixedPrecision(reduce_dtype=torch.bfloat16)" in printed
+
+
+def test_what_is_left_out_says_how_to_get_it(capsys, tmp_path):
+    printed, _ = advise(capsys, tmp_path, "inspected:model", *MICRO)
+    assert (
+        "give --activations, bytes that flatparam.advise.activations.bytes_per_token(block, x, tokens=n) measures"
+        in printed
+    )
 
 
 def test_a_plan_of_one_micro_batch_says_so(capsys, tmp_path):
