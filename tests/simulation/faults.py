@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 HEARTBEAT = 10.0  # the default of FLATPARAM_HEARTBEAT
 
-# kind: its number in world.cpp; None: it is one of user code
+# kind: its number in universe.hpp; None: it is one of user code
 KINDS: dict[str, int | None] = {
     "is killed": 0,
     "is stopped": 1,
@@ -42,7 +42,7 @@ class Fault:
     seconds: float = 0.0
 
     def native(self) -> tuple[int, int, int, int] | None:
-        """Return the fault as world.cpp has it; None: it is one of user code."""
+        """Return the fault as universe.hpp has it; None: it is one of user code."""
         kind = KINDS[self.kind]
         return None if kind is None else (kind, self.rank, self.point, int(self.seconds * 1e9))
 

@@ -58,7 +58,7 @@ class _Server:
         from simulated import build
 
         self._proc = tempfile.TemporaryDirectory(prefix="flatparam-proc")
-        shared = [FOLDER / "seams.h"]
+        shared = [FOLDER / "seams.h", *sorted(FOLDER.glob("*.hpp"))]
         library, seams = build(FOLDER / "world.cpp", shared), build(FOLDER / "seams.c", shared)
         here, there = Pipe()
         self._connection = here

@@ -1,7 +1,7 @@
 """Run a program on ranks that are threads of this process, in virtual time, from a seed.
 
 ``process.py`` starts the process, with the library of ``seams.c`` preloaded. Each rank has a torch world, a store and
-a backend (``world.cpp``), and a process number.
+a backend (``store.hpp``, ``backend.hpp``), and a process number.
 """
 
 import _thread
