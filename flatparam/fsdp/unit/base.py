@@ -24,7 +24,7 @@ from ..errors import StateError
 from ..names import FSDP_WRAPPED_MODULE, without_wrappers
 from ..sharding.parameters import ParamInfo
 from ..sharding.placement import Placement
-from .markers import RefusingMarkers
+from .markers import RefusingMarkers, of_whole_values
 from .memory_plan import MemoryPlan, plan_of_unit, plan_tree
 from .printed import ShowingFreed, of_unit
 from .shard_map import ShardMap, shard_map
@@ -266,7 +266,8 @@ class Wrapper(RefusingMarkers, nn.Module):
                 raise
             inner = modules[FSDP_WRAPPED_MODULE]
             try:
-                return getattr(inner, name)
+                found = getattr(inner, name)
+                return of_whole_values(self, found) if name == "save_pretrained" else found
             except AttributeError:
                 if not name.startswith("_") or hasattr(type(inner), name):
                     raise

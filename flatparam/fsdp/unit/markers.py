@@ -1,9 +1,12 @@
 """Marker properties that raise: they stop tools that do not know our class before these read a shard.
 
-Each such tool looks for a property on every module. ``Wrapper`` derives from ``RefusingMarkers``.
+Each such tool looks for a property on every module. ``Wrapper`` derives from ``RefusingMarkers``. It also asks this
+file to check ``save_pretrained`` of the module in it.
 ``interop/patches.py`` covers the functions of tools that look for no property.
 """
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ...common.torch_private import REGISTRY_KEY
@@ -48,6 +51,30 @@ class RefusingMarkers:
 
 _MARKS = ("_fqn_modifiers", REGISTRY_KEY)
 setattr(RefusingMarkers, REGISTRY_KEY, property(RefusingMarkers._refuse_composing))
+
+
+def of_whole_values(wrapper: Any, save: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``save``, the method ``save_pretrained`` of the module in ``wrapper``; it refuses to save pieces.
+
+    Libraries give this name to a method that saves its module's ``state_dict()``, unless it gets another one. That of
+    a module in a unit has pieces of parameters, and PEFT finds no name in it.
+    """
+
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        given = any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict")))
+        units = [unit for module in wrapper.modules() if (unit := vars(module).get("_unit")) is not None]
+        for unit in units if not given else ():
+            if unit.summoned is None and any(flat_param.is_sharded for flat_param in unit.flat_params):
+                raise StateError(
+                    f"save_pretrained(): the parameters of {unit.name} are this rank's pieces, which would be saved as "
+                    "if they were whole, or left out. Make the whole values on every rank: state = model.state_dict(). "
+                    "Then, on rank 0, call save_pretrained(folder, state_dict=state); for adapters of PEFT load them "
+                    "into the model made anew, and save that"
+                )
+        return save(*args, **kwargs)
+
+    return save_pretrained
 
 
 def _name(wrapper: Any) -> str:

@@ -3,6 +3,7 @@
 Promises:
 - DDP, `fully_shard`, torch's class and functions, distributed checkpoints of shards are refused by name and change
   nothing
+- `save_pretrained()` of a module in a unit is refused where it would save pieces: `test_save_pretrained_of_pieces`
 - `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are those of the unsharded module:
   `test_clipping_and_scaling`
 """
@@ -253,3 +254,54 @@ def test_a_norm_of_shards_is_refused(uo):
         with FSDP.summon_full_params(model, with_grads=True):
             whole = [param.grad for param in model.parameters() if param.grad is not None]
             assert get_total_norm(whole) == get_total_norm([grad.clone() for grad in whole])
+
+
+class Pretrained(nn.Module):
+    """Saves as libraries do: the state dict that it gets, or its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head, self.saved = nn.Linear(3, 3), nn.Linear(3, 5), None
+
+    def save_pretrained(self, folder, state_dict=None):
+        self.saved = self.state_dict() if state_dict is None else state_dict
+        return folder
+
+
+def saves_pretrained(uo):
+    whole = Pretrained().state_dict()
+    for strategy in ("FULL_SHARD", "ZERO_1", "NO_SHARD"):
+        module = Pretrained()
+        module.block = FSDP(module.block, use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        model = FSDP(module, use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        note(f"{strategy} {uo}")
+        assert not hasattr(module.block, "save_pretrained")
+        if strategy == "NO_SHARD" and uo:
+            assert model.save_pretrained("folder") == "folder"
+        elif strategy != "NO_SHARD":
+            for call in (
+                model.save_pretrained,
+                lambda *args, model=model: model.save_pretrained(*args, state_dict=None),
+            ):
+                with pytest.raises(
+                    StateError, match=r"save_pretrained\(\): the parameters of the unit of .* are this rank"
+                ):
+                    call("folder")
+            assert module.saved is None
+            state = model.state_dict()
+            for given in ((("a", state), {}), (("a",), {"state_dict": state})):
+                model.save_pretrained(*given[0], **given[1])
+                assert module.saved is state
+            with FSDP.summon_full_params(model, writeback=False):
+                model.save_pretrained("folder")
+                module.saved = {name: value.clone() for name, value in module.saved.items()}
+        else:
+            continue
+        assert list(module.saved) == list(whole)
+        assert all(torch.equal(value, whole[name]) for name, value in module.saved.items())
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_save_pretrained_of_pieces(uo):
+    simulate_ranks(saves_pretrained, 2, uo)
