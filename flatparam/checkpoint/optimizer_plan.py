@@ -35,8 +35,9 @@ from .values import decode
 Convert = Mapping[str, str] | None  # key in the saved state -> key in the state here
 
 _WAY_OUT = (
-    "make the optimizer that was saved; or pass convert={}, which keeps the settings here and begins its state anew, "
-    "or convert={key there: key here}, which takes those keys of the state; or load the model without the optimizer"
+    "make an optimizer of the saved class; or pass checkpoint.load(..., convert={}), which keeps the settings of the "
+    "new optimizer and starts its state anew; or convert={saved key: new key}, such as {'exp_avg': 'momentum_buffer'}, "
+    "which loads these keys and drops the others; or load the model without the optimizer"
 )
 
 

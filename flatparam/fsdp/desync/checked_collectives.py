@@ -359,8 +359,11 @@ def wait(
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:
-        if TRANSPORT.search(str(error)):
-            _raise_reason(group, look, time.monotonic() - begin)
+        try:
+            if TRANSPORT.search(str(error)):
+                _raise_reason(group, look, time.monotonic() - begin)
+        except OrderError as reason:
+            raise reason from None  # without the transport's error, whose lines of gloo would hide it
         raise
 
 

@@ -245,7 +245,10 @@ class GroupTrace:
         except OrderError:
             raise
         except RuntimeError as error:
-            self._failed(str(error))
+            try:
+                self._failed(str(error))
+            except OrderError as reason:
+                raise reason from None  # without the transport's error, whose lines of gloo would hide it
             raise
 
     def raise_if_closed(self) -> None:

@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def lose(how, who):
         else:
             step(model)
     except OrderError as error:
-        note(json.dumps([str(error), time.monotonic() - begin]))
+        shown = "".join(traceback.format_exception(error)).replace(str(error), "")
+        note(json.dumps([str(error), time.monotonic() - begin, shown]))
         if how.startswith("stops") and me == min({0, 1, 2} - {who}):
             os.kill(processes[who], signal.SIGKILL)
         if model is None:  # each rank finds out by itself, and the store is rank 0's
@@ -129,7 +131,9 @@ NO_SHARD_LEFT = (
 RAISED = r"rank 0 has raised an error of its own in .*ranks\.py, line \d+ and has ended: ValueError: batch 17 is bad"
 KILLED = r"the process of rank 1 \(\d+\) has ended without a word"
 STOPPED = "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"
-DIFFERENT = r"rank 0 gathers, to show or to save it, the unit .*, in step 2; rank \d gathers the unit .*, in step 3"
+DIFFERENT = (
+    r"rank 0 gathers, to show or to save it, the unit .*, in step 2, for .*; rank \d gathers .*, in step 3, for "
+)
 LOST = {
     ("does another thing", 0, "OFF"): DIFFERENT,
     ("does another thing", 0, "DETAIL"): DIFFERENT,
@@ -161,7 +165,8 @@ def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
     for rank, (code, _, said) in enumerate(ends):
         if rank != who or how == "does another thing":
             assert code == 3, ends
-            told[rank], seconds = json.loads(said)
+            told[rank], seconds, shown = json.loads(said)
+            assert "RuntimeError" not in shown, shown  # gloo's, with lines of its sources
             assert seconds < (10.0 if how.startswith("stops") else 6.0), (
                 seconds,
                 ends,
