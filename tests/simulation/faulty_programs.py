@@ -54,10 +54,27 @@ def wrapped(strategy):
     return FSDP(net, sharding_strategy=strategy)
 
 
-def train(rank, strategy="FULL_SHARD", pause=0.01):
+def hook(net, optimizer):
+    """Register hooks of each kind that call ``user_code()``: of modules, of their outputs, before ``step()``."""
+
+    def call(*_):
+        user_code()
+
+    for module in (net[0], net[2].module.linear, net[3]):
+        module.register_forward_pre_hook(call)
+        module.register_forward_hook(call)
+        module.register_forward_hook(lambda module, args, output: output.register_hook(call) and None)
+        module.register_full_backward_hook(call)
+    optimizer.register_step_pre_hook(call)
+
+
+def train(rank, strategy="FULL_SHARD", pause=0.01, hooks=False):
     """Train; an exception ends the rank. Each step begins after ``pause`` seconds. Returns the parameters, in order."""
     net = wrapped(strategy)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    if hooks:
+        hook(net, optimizer)
+        optimizer.register_step_post_hook(lambda *_: user_code())
     for step in range(STEPS):
         time.sleep(pause)
         user_code()
@@ -70,13 +87,15 @@ def train(rank, strategy="FULL_SHARD", pause=0.01):
     return list(state.values())
 
 
-def train_and_catch(rank, strategy="FULL_SHARD"):
+def train_and_catch(rank, strategy="FULL_SHARD", hooks=False):
     """Train, and catch what user code raises. The rank then goes on with the next step.
 
     Returns the parameters, and the steps that raised.
     """
     net = wrapped(strategy)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    if hooks:
+        hook(net, optimizer)
     skipped = []
     for step in range(STEPS):
         try:

@@ -58,13 +58,14 @@ class _Server:
         from simulated import build
 
         self._proc = tempfile.TemporaryDirectory(prefix="flatparam-proc")
-        shared = [FOLDER / "seams.h", *sorted(FOLDER.glob("*.hpp"))]
-        library, seams = build(FOLDER / "world.cpp", shared), build(FOLDER / "seams.c", shared)
+        in_c = [FOLDER / "seams.h", FOLDER / "disk.h"]
+        preloaded = [build(FOLDER / source, in_c) for source in ("seams.c", "disk.c")]
+        library = build(FOLDER / "world.cpp", [*in_c, *sorted(FOLDER.glob("*.hpp"))])
         here, there = Pipe()
         self._connection = here
         environment = {
             **os.environ,
-            "LD_PRELOAD": str(seams),
+            "LD_PRELOAD": ":".join(map(str, preloaded)),
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
             "FLATPARAM_SIMULATED_PROC": self._proc.name,

@@ -149,7 +149,7 @@ class Run:
     raised: dict[int, float] = field(default_factory=dict)  # the virtual second of each error
     ended: dict[int, float] = field(default_factory=dict)  # and of the end of each rank that was not killed
     struck: dict[Fault, float] = field(default_factory=dict)  # and of each fault that has struck
-    points: dict[int, tuple[int, int]] = field(default_factory=dict)  # of the seams and of user code, by rank
+    points: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # of seams, user code and disk, by rank
     stacks: str = ""  # of all ranks, if the run did not end
     calls: tuple[int, int] = (0, 0)  # to the store, and their bytes
 
@@ -264,7 +264,7 @@ class _Life:
             run.results[rank] = result
         else:
             run.errors[rank], run.raised[rank] = error, now()
-        run.points[rank] = seams.fp_sim_points(rank), self._points
+        run.points[rank] = seams.fp_sim_points(rank), self._points, world.disk_points(rank)
         _end(error)
 
     def come_to_user_code(self) -> None:

@@ -3,6 +3,10 @@
 Promises:
 - wherever a rank is killed, stopped, interrupted, raises, runs out of memory or has fewer batches, no other rank waits
   for ever, and all that raise raise one text, in the promised seconds: `test_the_others_are_told_alike_and_in_time`
+- the same holds for what a hook of a module, of a tensor or of an optimizer raises:
+  `test_what_hooks_raise_is_told_to_the_others`
+- with two faults in a run, too, all that raise raise one text, in time:
+  `test_two_faults_in_one_run_are_told_alike_and_in_time`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -17,25 +21,26 @@ import pytest
 import torch
 
 from tests.simulation import checkers, faulty_programs
-from tests.simulation.faults import KINDS, Fault, draw
+from tests.simulation.faults import SEAMS, USER, Fault, draw, kinds_of
 from tests.simulation.process import simulated
 
 # Of a rank that no fault strikes: points of the seams by strategy, and of user code
 POINTS = {"FULL_SHARD": 160, "SHARD_GRAD_OP": 125, "NO_SHARD": 58}
 USER_POINTS = 37
+POINTS_IN_HOOKS = 93  # of user code, with hooks; five are after the last step, or behind `step()`
 
 
-def runs(kind, seeds, host=False, sizes=(2, 3, 4)):
+def runs(kind, seeds, host=False, sizes=(2, 3, 4), hooks=False):
     """Run a training of each seed with one fault of ``kind``; ``host``: the rank that it strikes has the store."""
     for seed in seeds:
         chosen = random.Random(seed)
         size, strategy = chosen.choice(sizes), chosen.choice(faulty_programs.STRATEGIES)
-        faults = draw(seed, size, 1, (POINTS[strategy], USER_POINTS), [kind])
+        faults = draw(seed, size, 1, (POINTS[strategy], POINTS_IN_HOOKS if hooks else USER_POINTS), [kind])
         where = {"host": faults[0].rank} if host else {}
-        yield simulated(faulty_programs.train, size, seed, strategy, faults=faults, **where), size
+        yield simulated(faulty_programs.train, size, seed, strategy, 0.01, hooks, faults=faults, **where), size
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "is late"])
+@pytest.mark.parametrize("kind", [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"])
 def test_the_others_are_told_alike_and_in_time(kind):
     seen = 0
     for run, size in runs(kind, range(20)):
@@ -44,6 +49,31 @@ def test_the_others_are_told_alike_and_in_time(kind):
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))
     assert seen > 10, "the faults struck nobody whom others need"
+
+
+@pytest.mark.parametrize("kind", kinds_of(USER))
+def test_what_hooks_raise_is_told_to_the_others(kind):
+    seen = 0
+    for run, size in runs(kind, range(40), hooks=True):
+        checkers.nobody_waits_for_ever(run, size)
+        checkers.all_are_told_in_time(run)
+        checkers.all_are_told_alike(run)
+        seen += bool(checkers.told(run))
+    assert seen > 20, "the faults struck nobody whom others need"
+
+
+def test_two_faults_in_one_run_are_told_alike_and_in_time():
+    seen = 0
+    for seed in range(60):
+        chosen = random.Random(seed)
+        size, strategy = chosen.choice([3, 4]), chosen.choice(faulty_programs.STRATEGIES)
+        faults = draw(seed, size, 2, (POINTS[strategy], USER_POINTS))
+        run = simulated(faulty_programs.train, size, seed, strategy, faults=faults)
+        checkers.nobody_waits_for_ever(run, size)
+        checkers.all_are_told_in_time(run)
+        checkers.all_are_told_alike(run)
+        seen += len(run.struck) == 2
+    assert seen > 20, "seldom both have struck"
 
 
 def test_a_host_that_is_killed_takes_the_store_along():
@@ -62,19 +92,20 @@ def test_a_late_rank_changes_nothing():
     assert late > 10
 
 
-def runs_that_catch(seeds, alone):
+def runs_that_catch(seeds, alone, hooks=False):
     """Run a training that catches exceptions, which all ranks raise at the same point, or one of them."""
     for seed in seeds:
         chosen = random.Random(seed)
         size, strategy = chosen.choice([2, 4]), chosen.choice(faulty_programs.STRATEGIES)
         who = [chosen.randrange(size)] if alone else range(size)
-        point = chosen.randrange(USER_POINTS - 1)
+        point = chosen.randrange(POINTS_IN_HOOKS - 5 if hooks else USER_POINTS - 1)
         faults = [Fault("raises in user code", rank, point) for rank in who]
-        yield simulated(faulty_programs.train_and_catch, size, seed, strategy, faults=faults), size
+        yield simulated(faulty_programs.train_and_catch, size, seed, strategy, hooks, faults=faults), size
 
 
-def test_what_all_ranks_catch_costs_the_step():
-    for run, size in runs_that_catch(range(15), alone=False):
+@pytest.mark.parametrize("hooks", [False, True])
+def test_what_all_ranks_catch_costs_the_step(hooks):
+    for run, size in runs_that_catch(range(15), alone=False, hooks=hooks):
         checkers.nobody_waits_for_ever(run, size)
         assert not run.errors, run.story
         (skipped,) = {tuple(skipped) for _, skipped in run.results.values()}

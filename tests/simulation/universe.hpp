@@ -66,8 +66,8 @@ struct Group {
     std::set<int> closed;                                        // ranks whose connections are closed
 };
 
-// What happens to a rank at a point, see seams.h.
-enum Kind { KILL, FREEZE, INTERRUPT_WAIT, INTERRUPT, STARVE };
+// What happens to a rank at a point: of the seams, see seams.h; of the disk, from FILL on, see disk.h.
+enum Kind { KILL, FREEZE, INTERRUPT_WAIT, INTERRUPT, STARVE, FILL, TEAR };
 
 struct Fault {
     int kind, rank;
@@ -88,6 +88,7 @@ struct Universe {
     int64_t longest = 0; // nanoseconds until a rank sees that a collective has ended
     int host = -1;       // the rank whose process has the store; -1: none
     std::vector<Fault> faults;
+    std::map<int, int64_t> disk_points; // so far, by rank
 };
 
 std::shared_ptr<Universe> universe;

@@ -3,7 +3,11 @@
 #include <pybind11/chrono.h>
 
 #include "backend.hpp"
+#include "disk.h"
 #include "store.hpp"
+
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -29,7 +33,8 @@ void
 strike(int rank, int64_t point)
 {
     for (Fault &fault : universe->faults) {
-        if (fault.rank != rank || fault.point > point || fault.struck >= 0 || PyGILState_Check() != 0) {
+        if (fault.rank != rank || fault.kind >= FILL || fault.point > point || fault.struck >= 0 ||
+            PyGILState_Check() != 0) {
             continue;
         }
         fault.struck = fp_sim_now();
@@ -54,6 +59,31 @@ strike(int rank, int64_t point)
                 fp_sim_starve(rank);
         }
     }
+}
+
+// Let the faults of this point of the disk strike: see disk.h. A write that is torn brings half of its bytes to the disk.
+bool
+strike_disk(int rank, bool takes_room, int file, const void *data, size_t size)
+{
+    const int64_t point = universe->disk_points[rank]++;
+    for (Fault &fault : universe->faults) {
+        if (fault.rank != rank || fault.kind < FILL || fault.point > point || fault.struck >= 0) {
+            continue;
+        }
+        if (fault.kind == FILL && takes_room) {
+            fault.struck = fp_sim_now();
+            return false;
+        }
+        if (fault.kind == TEAR && PyGILState_Check() == 0) {
+            fault.struck = fp_sim_now();
+            if (file >= 0) {
+                (void)!syscall(SYS_write, file, data, size / 2);
+            }
+            end_process(rank);
+            fp_sim_end(rank);
+        }
+    }
+    return true;
 }
 
 // The default generator of random numbers, of which a process has one, and each rank should.
@@ -93,6 +123,7 @@ PYBIND11_MODULE(_simulated_world, module)
                 universe->faults.push_back({.kind = kind, .rank = rank, .point = point, .nanoseconds = nanoseconds});
             }
             fp_sim_at_points(&strike);
+            fp_sim_at_disk(&strike_disk);
             randomness.clear();
             fp_sim_at_change(change_randomness);
         },
@@ -108,6 +139,8 @@ PYBIND11_MODULE(_simulated_world, module)
             return found;
         },
         "The virtual time at which each fault has struck; -1: it has not.");
+    module.def(
+        "disk_points", [](int rank) { return universe->disk_points[rank]; }, "Points of the disk of rank so far.");
     module.def("end_process", &end_process, py::call_guard<py::gil_scoped_release>(),
                "Close all connections of rank; if it is the host, the store is gone, too.");
     module.def(

@@ -1,0 +1,67 @@
+"""Simulated ranks that save on a disk that is full, or are killed in the midst of a write: which checkpoint is there.
+
+Promises:
+- wherever the disk is full, all ranks raise in the same save, the checkpoint before stays, and the next save succeeds:
+  `test_a_full_disk_keeps_the_checkpoint_before`
+- wherever a rank is killed while it changes the disk, the checkpoint is the one before or the new one, whole, all
+  others are told alike and in time, and the next job saves over it:
+  `test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one`
+"""
+
+import random
+
+import pytest
+
+from tests.simulation import checkers
+from tests.simulation.faults import draw
+from tests.simulation.faulty_programs import STEPS, STRATEGIES
+from tests.simulation.process import simulated
+from tests.simulation.saving_programs import leftovers, steps_on_disk, train_and_save
+
+POINTS = (0, 0, 120)  # of the disk; the first rank has 164, others have 96
+
+
+def runs(kind, seeds, in_background, folder):
+    """Run a training of each seed that saves into a folder of its own, with one fault of ``kind``."""
+    for seed in seeds:
+        chosen = random.Random(seed)
+        size, strategy = chosen.choice([2, 4]), chosen.choice(STRATEGIES)  # halves are exact
+        own = folder / str(seed)
+        own.mkdir()
+        faults = draw(seed, size, 1, POINTS, [kind])
+        yield simulated(train_and_save, size, seed, str(own), strategy, in_background, faults=faults), size, own
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, in_background):
+    failed = 0
+    for run, size, folder in runs("finds the disk full", range(20), in_background, tmp_path):
+        checkers.nobody_waits_for_ever(run, size)
+        assert not run.errors, run.story
+        for errors in zip(*run.results.values(), strict=True):
+            assert len({error is None for error in errors}) == 1, run.results
+            for error in filter(None, errors):
+                assert "No space left on device" in error[1], error
+                failed += 1
+        saved = [step + 1 for step, error in enumerate(run.results[0]) if error is None]
+        assert steps_on_disk(folder, size) == (saved[-1] if saved else 0)
+        assert STEPS - len(saved) == len(run.struck)
+        assert not leftovers(folder), leftovers(folder)
+    assert failed > 20
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, in_background):
+    struck = 0
+    for run, size, folder in runs("is killed in a write", range(20), in_background, tmp_path):
+        struck += len(run.struck)
+        checkers.nobody_waits_for_ever(run, size)
+        checkers.all_are_told_in_time(run)
+        steps_on_disk(folder, size)
+        again = simulated(train_and_save, size, 0, str(folder), "FULL_SHARD", in_background)
+        assert again.reason == 0, again.stacks
+        assert not again.errors, again.errors
+        assert all(error is None for errors in again.results.values() for error in errors), again.results
+        assert steps_on_disk(folder, size) == STEPS
+        assert not leftovers(folder), leftovers(folder)
+    assert struck > 10
