@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import STRATEGIES, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
 from layer_zero_ranks import layer_zero
+from simulated_ranks import simulate_ranks
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -79,7 +80,7 @@ def training(strategy, orig):
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_what_is_given_is_trained_and_nothing_else(strategy, orig):
-    run_ranks(training, 2, strategy, orig)
+    simulate_ranks(training, 2, strategy, orig)
 
 
 def accumulating():
@@ -101,7 +102,7 @@ def accumulating():
 
 @pytest.mark.multiprocess
 def test_micro_batches_and_kept_graphs():
-    run_ranks(accumulating, 2)
+    simulate_ranks(accumulating, 2)
 
 
 def penalty(params):
@@ -175,4 +176,4 @@ def by_edges():
 
 @pytest.mark.multiprocess
 def test_edges_and_what_torch_puts_back():
-    run_ranks(by_edges, 2)
+    simulate_ranks(by_edges, 2)

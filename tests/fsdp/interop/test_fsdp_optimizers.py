@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import STRATEGIES, Averaged, assert_same, data, every_setting, full_params, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
 from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
@@ -86,7 +86,7 @@ def by_element():
 
 @pytest.mark.multiprocess
 def test_optimizers_step_shards_as_they_step_the_whole():
-    run_ranks(by_element, 2)
+    simulate_ranks(by_element, 2)
 
 
 REFUSED = r"SGD.step\(\): the optimizer holds `{}` from before the unit of {} was wrapped.*Wrap the model first"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import assert_same, data, first_rank_warns, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from simulated_ranks import simulate_ranks
 from test_optimizer_states import OPTIMIZERS, Odd, assert_states, equal, wrapped
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: F401  (half a second, once)
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +135,7 @@ def forms(strategy, uo, mesh, more):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_forms(strategy, uo, mesh):
-    run_ranks(forms, 2, strategy, uo, mesh, {})
+    simulate_ranks(forms, 2, strategy, uo, mesh, {})
 
 
 @pytest.mark.sweep(4)
@@ -142,7 +143,7 @@ def test_forms(strategy, uo, mesh):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_forms_of_four_ranks(strategy, uo):
-    run_ranks(forms, 4, strategy, uo, False, {})
+    simulate_ranks(forms, 4, strategy, uo, False, {})
 
 
 @pytest.mark.sweep(2)
@@ -150,12 +151,12 @@ def test_forms_of_four_ranks(strategy, uo):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_forms_of_pairs_of_groups(strategy, uo):
-    run_ranks(forms, 4, strategy, uo, False, {"process_group": "a pair"})
+    simulate_ranks(forms, 4, strategy, uo, False, {"process_group": "a pair"})
 
 
 @pytest.mark.multiprocess
 def test_forms_of_blocks():
-    run_ranks(forms, 2, "FULL_SHARD", True, False, {"atomic": "row"})
+    simulate_ranks(forms, 2, "FULL_SHARD", True, False, {"atomic": "row"})
 
 
 def gathers_of(call):

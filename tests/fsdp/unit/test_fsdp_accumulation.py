@@ -32,6 +32,7 @@ from fsdp_models import (
 )
 from gloo import fake_world, handle_of, note, run_ranks
 from layer_zero_ranks import layer_zero
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
 
@@ -250,14 +251,14 @@ def penalized(strategy, uo):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(SHARDED, (False, True))))
 def test_what_is_not_reduced_is_not_clipped_or_shown(strategy, uo):
-    run_ranks(looked_at, 2, strategy, uo)
+    simulate_ranks(looked_at, 2, strategy, uo)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("uo", [False, True])
 def test_without_sharding_each_rank_has_its_own_sum(uo):
-    run_ranks(unsharded, 2, uo)
+    simulate_ranks(unsharded, 2, uo)
 
 
 @pytest.mark.multiprocess
@@ -266,7 +267,7 @@ def test_without_sharding_each_rank_has_its_own_sum(uo):
     ("strategy", "uo"), list(itertools.product(("FULL_SHARD", "ZERO_1", "NO_SHARD"), (False, True)))
 )
 def test_assigned_gradients_are_added_to(strategy, uo):
-    run_ranks(assigned, 2, strategy, uo)
+    simulate_ranks(assigned, 2, strategy, uo)
 
 
 def in_part_and_of_any_strides():
@@ -276,7 +277,7 @@ def in_part_and_of_any_strides():
 
 @pytest.mark.multiprocess
 def test_gradients_assigned_in_part_and_of_any_strides():
-    run_ranks(in_part_and_of_any_strides, 2)
+    simulate_ranks(in_part_and_of_any_strides, 2)
 
 
 @pytest.mark.multiprocess
@@ -285,7 +286,7 @@ def test_gradients_assigned_in_part_and_of_any_strides():
     ("uo", "strategy"), list(itertools.product((False, True), (*SHARDED, "NO_SHARD", *LAYER_ZERO)))
 )
 def test_penalties_over_parameters(strategy, uo):
-    run_ranks(penalized, 2, strategy, uo)
+    simulate_ranks(penalized, 2, strategy, uo)
 
 
 @pytest.mark.multiprocess
@@ -294,7 +295,7 @@ def test_penalties_over_parameters(strategy, uo):
     ("uo", "strategy"), list(itertools.product((False, True), (*SHARDED, "NO_SHARD", *LAYER_ZERO)))
 )
 def test_a_step_may_run_the_last_micro_batch(strategy, uo):
-    run_ranks(with_closures, 2, strategy, uo)
+    simulate_ranks(with_closures, 2, strategy, uo)
 
 
 @pytest.mark.parametrize("uo", [False, True])
@@ -464,14 +465,14 @@ def beside(strategy, uo):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*SHARDED, "NO_SHARD"), (False, True))))
 def test_freezing_writing_and_scaling_between_micro_batches(strategy, uo):
-    run_ranks(beside, 2, strategy, uo)
+    simulate_ranks(beside, 2, strategy, uo)
 
 
 @pytest.mark.thorough
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(LAYER_ZERO, (False, True))))
 def test_freezing_and_writing_between_micro_batches_of_layer_zero(strategy, uo):
-    run_ranks(beside, 4, strategy, uo)
+    simulate_ranks(beside, 4, strategy, uo)
 
 
 def strided(shape):

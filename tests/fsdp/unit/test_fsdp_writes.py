@@ -44,7 +44,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload
 from torch.func import functional_call
@@ -147,11 +148,11 @@ def in_another_precision():
 
 
 def test_data_that_a_forward_gives_to_a_weight():
-    run_ranks(given_data_in_forward, 2)
+    simulate_ranks(given_data_in_forward, 2)
 
 
 def test_data_given_in_forward_round_nothing_else():
-    run_ranks(in_another_precision, 2)
+    simulate_ranks(in_another_precision, 2)
 
 
 def in_place_in_evaluation():
@@ -194,7 +195,7 @@ def halve(linear, args):
 
 
 def test_weights_changed_in_place_in_evaluation():
-    run_ranks(in_place_in_evaluation, 2)
+    simulate_ranks(in_place_in_evaluation, 2)
 
 
 def functional():
@@ -258,11 +259,11 @@ def functional_inside():
 
 
 def test_functional_call_is_refused():
-    run_ranks(functional, 2)
+    simulate_ranks(functional, 2)
 
 
 def test_functional_call_of_an_inner_module_in_a_forward_is_as_unsharded():
-    run_ranks(functional_inside, 2)
+    simulate_ranks(functional_inside, 2)
 
 
 class Pair(nn.Module):
@@ -407,7 +408,7 @@ def assigned():
 
 
 def test_what_is_assigned_is_kept():
-    run_ranks(assigned, 2)
+    simulate_ranks(assigned, 2)
 
 
 @torch.no_grad()
@@ -500,7 +501,7 @@ def between_forward_and_backward(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_weights_written_between_forward_and_backward(strategy, uo):
-    run_ranks(between_forward_and_backward, 2, strategy, uo)
+    simulate_ranks(between_forward_and_backward, 2, strategy, uo)
 
 
 def averages(strategy, uo):
@@ -545,7 +546,7 @@ def averages(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_averages_that_are_copied_into_weights(strategy, uo):
-    run_ranks(averages, 2, strategy, uo)
+    simulate_ranks(averages, 2, strategy, uo)
 
 
 def test_what_torchs_tools_read_of_an_exchanged_parameter():

@@ -52,6 +52,7 @@ from fsdp_models import (
     wrap_blocks,
 )
 from gloo import note, run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import (
@@ -223,7 +224,7 @@ def groups_of_one():
 
 
 def test_groups_of_one_rank_in_a_world_of_two():
-    run_ranks(groups_of_one, 2)
+    simulate_ranks(groups_of_one, 2)
 
 
 def frozen_beside_trained(segments, use_orig_params):
@@ -249,7 +250,7 @@ def test_frozen_beside_trained_parameters_are_told_of():
 
 
 def test_ignored_states():
-    run_ranks(ignoring, 2)
+    simulate_ranks(ignoring, 2)
 
 
 class Odd(nn.Module):
@@ -329,7 +330,7 @@ def starting():
 
 
 def test_how_it_starts():
-    run_ranks(starting, 2)
+    simulate_ranks(starting, 2)
 
 
 def machines(strategy):
@@ -357,7 +358,7 @@ def machines(strategy):
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO"])
 def test_machines_make_a_grid_of_ranks(strategy):
-    run_ranks(machines, 4, strategy, environment={"LOCAL_WORLD_SIZE": "2"})
+    simulate_ranks(machines, 4, strategy, environment={"LOCAL_WORLD_SIZE": "2"})
 
 
 def grids(strategy, uo, by_mesh):
@@ -436,11 +437,11 @@ def refusals_of_grids():
     list(itertools.product(("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True), (False, True))),
 )
 def test_grids_of_ranks(strategy, uo, by_mesh):
-    run_ranks(grids, 4, strategy, uo, by_mesh)
+    simulate_ranks(grids, 4, strategy, uo, by_mesh)
 
 
 def test_what_a_grid_refuses():
-    run_ranks(refusals_of_grids, 4)
+    simulate_ranks(refusals_of_grids, 4)
 
 
 def thin_grids():
@@ -454,7 +455,7 @@ def thin_grids():
 
 
 def test_thin_grids_average_over_all_ranks():
-    run_ranks(thin_grids, 2)
+    simulate_ranks(thin_grids, 2)
 
 
 def copies():
@@ -538,7 +539,7 @@ def copies():
 
 
 def test_copies_moves_and_replacements():
-    run_ranks(copies, 2)
+    simulate_ranks(copies, 2)
 
 
 class Pair(nn.Module):
@@ -590,7 +591,7 @@ def ties():
 
 
 def test_a_parameter_of_two_units():
-    run_ranks(ties, 2)
+    simulate_ranks(ties, 2)
 
 
 def batch_norm():
@@ -609,7 +610,7 @@ def batch_norm():
 
 
 def test_batch_norm_stays_in_full_precision():
-    run_ranks(batch_norm, 2)
+    simulate_ranks(batch_norm, 2)
 
 
 def a_build_for_an_absent_device():
@@ -627,4 +628,4 @@ def a_build_for_an_absent_device():
 
 
 def test_an_accelerator_that_torch_was_built_for_is_not_there():
-    run_ranks(a_build_for_an_absent_device, 1)
+    simulate_ranks(a_build_for_an_absent_device, 1)

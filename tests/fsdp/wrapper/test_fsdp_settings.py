@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, Block, Model, assert_same, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -162,7 +163,7 @@ def full_precision_in_eval():
 
 @pytest.mark.multiprocess
 def test_full_precision_in_evaluation():
-    run_ranks(full_precision_in_eval, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+    simulate_ranks(full_precision_in_eval, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
 
 
 def buffers_that_are_shared():
@@ -183,7 +184,7 @@ def buffers_that_are_shared():
 
 @pytest.mark.multiprocess
 def test_buffers_that_are_shared_stay_so():
-    run_ranks(buffers_that_are_shared, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+    simulate_ranks(buffers_that_are_shared, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
 
 
 def without_padding(model):
@@ -294,19 +295,19 @@ def written_by_users():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("switch", ["FSDP_SKIP_WRITEBACK_CHECK", "FSDP_USE_UNSAFE_SETATTR"])
 def test_switches_that_have_nothing_to_do(switch):
-    found = run_ranks(written_by_users, 2, environment={switch: "1"})
-    assert found == run_ranks(written_by_users, 2, environment={switch: "0"})
+    found = simulate_ranks(written_by_users, 2, environment={switch: "1"})
+    assert found == simulate_ranks(written_by_users, 2, environment={switch: "0"})
     assert ("set", "weight") in found[0][1]
 
 
 @pytest.mark.multiprocess
 def test_optimizers_in_backward():
-    run_ranks(optimizers_in_backward, 2)
+    simulate_ranks(optimizers_in_backward, 2)
 
 
 @pytest.mark.multiprocess
 def test_communication_hooks_of_torch():
-    run_ranks(hooks_of_torch, 2)
+    simulate_ranks(hooks_of_torch, 2)
 
 
 @pytest.mark.parametrize("module", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
@@ -434,4 +435,4 @@ def differing():
 
 
 def test_an_error_of_ranks_that_differ_shows_what_does():
-    run_ranks(differing, 2)
+    simulate_ranks(differing, 2)
