@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo import run_ranks
 from safetensors.torch import save_file
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
@@ -173,7 +174,7 @@ def numbers_as_tensors(folder, make):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
 def test_parameters_without_dimensions_and_numbers_as_tensors(tmp_path, make):
-    run_ranks(numbers_as_tensors, 1, tmp_path, make)
+    simulate_ranks(numbers_as_tensors, 1, tmp_path, make)
 
 
 def test_a_save_that_is_over_keeps_no_copies(tmp_path):
@@ -327,7 +328,7 @@ def what_each_rank_has_of_its_own(folder, size_of_second):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("size_of_second", [3, 4])
 def test_what_each_rank_has_of_its_own(tmp_path, size_of_second):
-    run_ranks(what_each_rank_has_of_its_own, 2, tmp_path, size_of_second)
+    simulate_ranks(what_each_rank_has_of_its_own, 2, tmp_path, size_of_second)
 
 
 def what_is_not_alike(folder):
@@ -362,7 +363,7 @@ def what_is_not_alike(folder):
 
 @pytest.mark.multiprocess
 def test_what_is_not_alike(tmp_path):
-    run_ranks(what_is_not_alike, 2, tmp_path, timeout=60)
+    simulate_ranks(what_is_not_alike, 2, tmp_path, timeout=60)
 
 
 class Gone:

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from checkpoints import STRATEGIES, adam, differing, full_state, train, wrapped
 from fsdp_models import Model, data, full_grads, loss_of, make
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -84,14 +85,14 @@ def between_micro_batches(folder, strategies, use_orig_params, asynchronous):
 
 @pytest.mark.parametrize(("use_orig_params", "asynchronous"), [(True, False), (False, True)])
 def test_between_micro_batches(tmp_path, use_orig_params, asynchronous):
-    run_ranks(between_micro_batches, 2, tmp_path, STRATEGIES, use_orig_params, asynchronous)
+    simulate_ranks(between_micro_batches, 2, tmp_path, STRATEGIES, use_orig_params, asynchronous)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_between_micro_batches_of_four_ranks(tmp_path, use_orig_params):
     strategies = ("LAYER_ZERO", "LAYER_ZERO_NESTED", "HYBRID_SHARD")
-    run_ranks(between_micro_batches, 4, tmp_path, strategies, use_orig_params, False)
+    simulate_ranks(between_micro_batches, 4, tmp_path, strategies, use_orig_params, False)
 
 
 def before_the_step(folder):
@@ -119,7 +120,7 @@ def before_the_step(folder):
 
 
 def test_between_backward_and_step(tmp_path):
-    run_ranks(before_the_step, 2, tmp_path)
+    simulate_ranks(before_the_step, 2, tmp_path)
 
 
 class Parts(nn.Module):
@@ -154,7 +155,7 @@ def some_have_none(folder):
 
 
 def test_parameters_without_gradient(tmp_path):
-    run_ranks(some_have_none, 2, tmp_path)
+    simulate_ranks(some_have_none, 2, tmp_path)
 
 
 def frozen(folder):
@@ -176,7 +177,7 @@ def frozen(folder):
 
 
 def test_frozen_between_micro_batches(tmp_path):
-    run_ranks(frozen, 2, tmp_path)
+    simulate_ranks(frozen, 2, tmp_path)
 
 
 def sums_elsewhere(folder):
@@ -205,8 +206,8 @@ def sums_elsewhere(folder):
 
 
 def test_sums_do_not_fit_elsewhere(tmp_path):
-    run_ranks(sums_elsewhere, 4, tmp_path)
-    run_ranks(sums_elsewhere, 2, tmp_path)
+    simulate_ranks(sums_elsewhere, 4, tmp_path)
+    simulate_ranks(sums_elsewhere, 2, tmp_path)
 
 
 def not_managed(folder):
@@ -227,7 +228,7 @@ def not_managed(folder):
 
 
 def test_of_parameters_that_no_unit_manages(tmp_path):
-    run_ranks(not_managed, 2, tmp_path)
+    simulate_ranks(not_managed, 2, tmp_path)
 
 
 def test_a_sparse_gradient_is_refused(tmp_path):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from simulated_ranks import simulate_ranks
 from test_model_states import local, theirs
 from test_optimizer_states import equal
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -171,10 +172,10 @@ def saved_and_loaded(strategy, uo, meshed, folder):
 @pytest.mark.parametrize("meshed", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "ZERO_1"])
 def test_distributed_checkpoints(strategy, meshed, uo, tmp_path):
-    run_ranks(saved_and_loaded, 2, strategy, uo, meshed, str(tmp_path))
+    simulate_ranks(saved_and_loaded, 2, strategy, uo, meshed, str(tmp_path))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_distributed_checkpoints_of_grids(strategy, tmp_path):
-    run_ranks(saved_and_loaded, 4, strategy, True, True, str(tmp_path))
+    simulate_ranks(saved_and_loaded, 4, strategy, True, True, str(tmp_path))
