@@ -11,8 +11,9 @@ import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import Block, data, loss_of
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
 from layer_zero_ranks import NAMES
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -117,7 +118,7 @@ def test_bytes_are_those_that_real_ranks_send(capsys, tmp_path, factory, world, 
         for one in advice
     ]
     assert len(cases) == (8 if world == 4 else 4) * 3
-    for rank, counted in enumerate(run_ranks(counted_steps, world, cases)):
+    for rank, counted in enumerate(simulate_ranks(counted_steps, world, cases)):
         for one, case, sent in zip(advice, cases, counted, strict=True):
             expected = {
                 (entry["kind"], group_ranks(entry["group"], world, one["inner"], rank)): entry["bytes"]

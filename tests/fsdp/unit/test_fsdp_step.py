@@ -50,7 +50,8 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -165,7 +166,7 @@ def collectives(strategy, prefetch, uo):
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(("uo", "strategy", "prefetch"), [(uo, *key) for uo in (False, True) for key in ORDERS])
 def test_the_order_of_collectives(strategy, prefetch, uo):
-    run_ranks(collectives, 2, strategy, prefetch, uo)
+    simulate_ranks(collectives, 2, strategy, prefetch, uo)
 
 
 def full(model):
@@ -214,7 +215,7 @@ def memory():
 
 
 def test_who_is_full_when():
-    run_ranks(memory, 2)
+    simulate_ranks(memory, 2)
 
 
 class Twice(nn.Module):
@@ -285,7 +286,7 @@ def oracle_backward(oracle, step):
 @pytest.mark.sweep(3)
 @every_setting
 def test_units_used_unevenly(strategy, uo):
-    run_ranks(uneven, 2, strategy, uo)
+    simulate_ranks(uneven, 2, strategy, uo)
 
 
 class Checkpointed(nn.Module):
@@ -359,7 +360,7 @@ def recomputation(strategy, uo):
 @pytest.mark.sweep(3)
 @every_setting
 def test_activation_checkpointing(strategy, uo):
-    run_ranks(recomputation, 2, strategy, uo)
+    simulate_ranks(recomputation, 2, strategy, uo)
 
 
 Pair = namedtuple("Pair", "left right")
@@ -464,7 +465,7 @@ def outputs(uo):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("uo", [False, True])
 def test_outputs_of_any_kind(uo):
-    run_ranks(outputs, 2, uo)
+    simulate_ranks(outputs, 2, uo)
 
 
 def hooks():
@@ -501,7 +502,7 @@ def hooks():
 
 
 def test_communication_hooks():
-    run_ranks(hooks, 2)
+    simulate_ranks(hooks, 2)
 
 
 def scaling():
@@ -530,7 +531,7 @@ def scaling():
 
 
 def test_the_gradient_scaler():
-    run_ranks(scaling, 2)
+    simulate_ranks(scaling, 2)
 
 
 def frozen_in_backward():
@@ -564,7 +565,7 @@ def frozen_in_backward():
 
 
 def test_frozen_parameters_are_freed_in_backward():
-    run_ranks(frozen_in_backward, 2)
+    simulate_ranks(frozen_in_backward, 2)
 
 
 def frozen_beside_trained():
@@ -611,4 +612,4 @@ def frozen_beside_trained():
 
 
 def test_frozen_beside_trained_parameters():
-    run_ranks(frozen_beside_trained, 2)
+    simulate_ranks(frozen_beside_trained, 2)
