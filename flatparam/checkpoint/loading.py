@@ -94,7 +94,7 @@ def load(
     """
     rendezvous = Rendezvous(process_group, SetupCollective.LOADS_CHECKPOINT, model)
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
-    loading = _Loading(model, optimizer, rendezvous)
+    loading = Loading(model, optimizer, rendezvous.rank, rendezvous.size)
     try:
         rendezvous.agree(partial(loading.prepare, path, strict, trusted, check_finite, convert, meter), loading.compare)
         read = rendezvous.agree(loading.carry_out, sum, is_last=True)
@@ -128,15 +128,16 @@ def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
         source.close()
 
 
-class _Loading(ModelPlan):
-    """One load on this rank: owns the open files, and the copies of buffers until ``commit``.
+class Loading(ModelPlan):
+    """One load on rank ``rank`` of ``size``: owns the open files, and the copies of buffers until ``commit``.
 
     ``reads``: of the optimizer's states too. ``bytes``: the number of bytes that this rank reads.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, rendezvous: Rendezvous):
+    def __init__(self, model: nn.Module, optimizer: Any, rank: int, size: int):
         super().__init__(model)
-        self.path, self.optimizer, self.rendezvous, self.bytes = Path(), optimizer, rendezvous, 0
+        self.path, self.optimizer, self.bytes = Path(), optimizer, 0
+        self.rank, self.size = rank, size
         self.source: Source | None = None
         self.index: Index | None = None
         self.targets: OptimizerPlan | None = None
@@ -159,7 +160,18 @@ class _Loading(ModelPlan):
         """
         self.path = Path(os.path.abspath(path))
         check_idle(self.module, "checkpoint.load")
-        source = self.source = open_source(self.path, trusted)
+        return self.prepare_from(open_source(self.path, trusted), strict, check_finite, convert, meter)
+
+    def prepare_from(
+        self,
+        source: Source,
+        strict: bool = True,
+        check_finite: bool = False,
+        convert: Convert = None,
+        meter: Any = None,
+    ) -> list[Any]:
+        """As ``prepare``, of an open ``source``."""
+        self.source = source
         index, base = source.index, source.about.get("base")
         self.index = index
         held = list(all_held(self.module, trainable_only=base is not None))
@@ -167,14 +179,14 @@ class _Loading(ModelPlan):
         with naming_checkpoint(self.path):
             if index is not None:
                 source.values, source.alone = self._plan_modules(source, index, strict), self._own("own")
-                saved_by = self.rendezvous.rank % index.world_size
+                saved_by = self.rank % index.world_size
                 self.extra = decode(index.ranks[saved_by].get("extra"), OfRank(source, saved_by))
             source.look = partial(refuse_not_finite, source) if check_finite else None
             self.plan(held, source, strict)
             if strict and (self.missing or self.unexpected):
                 kinds = ("missing in the checkpoint", "not in the model")
                 raise CheckpointError(names_that_differ(self.missing, self.unexpected, kinds))
-            base_sums = sums_of_samples(self.base, self.rendezvous.rank) if base is not None and strict else {}
+            base_sums = sums_of_samples(self.base, self.rank) if base is not None and strict else {}
             if strict and self.taken is None and source.values.keys() - self.alike:
                 raise CheckpointError(f"the model has no module for `{min(source.values.keys() - self.alike)}`")
         named = None if self.optimizer is None else Named(self.optimizer, held)
@@ -185,19 +197,20 @@ class _Loading(ModelPlan):
                     raise CheckpointError(f"{self.path}: has no optimizer state")
                 self.targets = OptimizerPlan(named, of_optimizer, source, self._own("own_states"))
                 self.targets.plan(strict, convert)
-                self.targets.sums = Sums(held, index, source, self.rendezvous.rank, self.rendezvous.size)
+                self.targets.sums = Sums(held, index, source, self.rank, self.size)
                 self.reads += self.targets.reads
             self.bytes = sum(read.out.numel() * read.out.itemsize for read in self.reads)
-            meter.expect(self.bytes)
-            check_reads(source, self.reads, meter.add)
-            self.check_tied(source)
+            if meter is not None:
+                meter.expect(self.bytes)
+                check_reads(source, self.reads, meter.add)
+                self.check_tied(source)
         return [source.digest, base_sums]
 
     def _plan_modules(self, source: Source, index: Index, strict: bool) -> dict[str, Any]:
         """Plan the calls of ``set_extra_state``. Returns: name -> other values that modules gave to the state dict."""
         rank, told = 0, index.about.get("modules", {})
         if "modules" in self._saved_here:
-            rank, told = self.rendezvous.rank, self._saved_here["modules"]
+            rank, told = self.rank, self._saved_here["modules"]
         extra = {name: value for name, value in told.items() if name.rpartition(".")[2] == "_extra_state"}
         self._of_modules = values_of_modules(self.module, extra, OfRank(source, rank), strict)
         return {name: decode(value, OfRank(source, rank)) for name, value in told.items() if name not in extra}
@@ -205,13 +218,13 @@ class _Loading(ModelPlan):
     @property
     def _saved_here(self) -> Mapping[str, Any]:
         """The index's entry of this rank, if as many ranks saved: each then loads the values that it saved alone."""
-        is_as_saved = self.index is not None and self.index.world_size == self.rendezvous.size
-        return self.index.ranks[self.rendezvous.rank] if self.index is not None and is_as_saved else {}
+        is_as_saved = self.index is not None and self.index.world_size == self.size
+        return self.index.ranks[self.rank] if self.index is not None and is_as_saved else {}
 
     def _own(self, kind: str) -> Mapping[str, list[Chunk]]:
         """Return the boxes that this rank saved alone. ``kind``: "own" (tensors without a unit) or "own_states"."""
         assert self.source is not None
-        own = OfRank(self.source, self.rendezvous.rank)
+        own = OfRank(self.source, self.rank)
         return {name: own.chunks(key) for name, key in self._saved_here.get(kind, {}).items()}
 
     @torch.inference_mode(False)
@@ -225,14 +238,20 @@ class _Loading(ModelPlan):
             assert self.source is not None
             for read in self.reads:
                 self.source.read(read)
-            self.commit()
-            for module, value in self._of_modules:
-                module.set_extra_state(value)
-            if self.targets is not None:
-                self.targets.commit()
+            self.finish()
         except Exception as error:
             raise CheckpointError(f"{error}; the model is loaded in part: load it again") from error
         return self.bytes
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the reads: tell the units, and set extra states, the optimizers' states and gradients."""
+        self.commit()
+        for module, value in self._of_modules:
+            module.set_extra_state(value)
+        if self.targets is not None:
+            self.targets.commit()
 
     def compare(self, said: list[Any]) -> None:
         """On the first rank: compare the digests and base sums that all ranks ``said``.

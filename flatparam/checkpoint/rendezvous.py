@@ -27,11 +27,12 @@ _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]"
 _NAMES = {
     SetupCollective.SAVES_CHECKPOINT: "checkpoint.save",
     SetupCollective.LOADS_CHECKPOINT: "checkpoint.load",
+    SetupCollective.RESIZES: "elastic.resize",
 }
 
 
 class Rendezvous:
-    """One save or load of the ranks of ``group`` (None: the world). All ranks must make theirs in the same order.
+    """A save, load or resize of the ranks of ``group`` (None: the world). All ranks must make theirs in the same order.
 
     The collective traces of ``model``'s groups record it, so a rank that runs a unit in its place is found: until all
     ranks have come to the first ``agree``, its waits look into these traces. Without process groups, or with a backend

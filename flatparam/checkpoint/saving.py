@@ -23,7 +23,7 @@ import shutil
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -325,40 +325,14 @@ class _Saving:
         """On the first rank, after all have written: merge and check the tables, write the index, publish it."""
         about = {"flatparam": __version__, "torch": torch.__version__}
         index = Index(self.id, len(seals), about, units=self.units)
-        states: dict[str, Any] = {}
-        pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
-        alike: dict[str, dict[str, str]] = {}
-        keys: dict[str, tuple[int, list[str]]] = {}
-        sums: list[dict[str, int]] = []
-        for rank, seal in enumerate(seals):
-            told = read_sealed(self._table(rank), seal)
-            index.add_files(told["files"])
-            sums.append(told.get("base_sums", {}))
-            if rank == 0:
-                index.about |= {key: told[key] for key in _ABOUT if key in told}
-                index.optimizer = told.get("optimizer")
-                alike = told.get("alike", {})
-            _check_alike(rank, told.get("alike", {}), alike)
-            kinds = ("extra", "own", "own_states", "kept", *(["modules"] if rank else []))
-            index.ranks.append({kind: told[kind] for kind in kinds if kind in told})
-            of_optimizer = told.get("optimizer", {})
-            for name, here in of_optimizer.get("keys", {}).items():
-                _check_keys(name, keys.setdefault(name, (rank, here)), (rank, here))
-            for name, values in of_optimizer.get("states", {}).items():
-                states.setdefault(name, {}).update(values)
-            for name, values in of_optimizer.get("pieces", {}).items():
-                for key, value in values.items():
-                    pieces.setdefault((name, key), []).append((rank, value))
-        if "base" in index.about:
-            of_base = index.about["base"].items()
-            index.about["base"] = with_sums(
-                {n: one for n, one in of_base if n not in index.tensors.get(MODEL, {})}, sums
-            )
-        _merge_pieces(states, pieces, index.tensors.get(OPTIMIZER, {}))
-        if index.optimizer is not None:
-            of_groups = {key: index.optimizer[key] for key in ("optimizers", "classes", "groups")}
-            index.optimizer = of_groups | {"states": states}
-        _check_covered(index)
+
+        def tables() -> Iterator[dict[str, Any]]:
+            for rank, seal in enumerate(seals):
+                told = read_sealed(self._table(rank), seal)
+                index.add_files(told["files"])
+                yield told
+
+        merge(index, tables())
         index.write(self.folder)
         for rank in range(len(seals)):
             self._table(rank).unlink()
@@ -377,6 +351,43 @@ class _Saving:
         _exchange(self.folder, self.path)
         sync_folder(self.path.parent)
         shutil.rmtree(self.folder, ignore_errors=True)  # the old checkpoint, after the exchange
+
+
+def merge(index: Index, tables: Iterable[Mapping[str, Any]]) -> None:
+    """Put into ``index`` the values that ranks told, and compare them. ``tables``: ``SavePlan.told`` by rank.
+
+    ``index`` has the boxes of a rank when its table comes. Raises: CheckpointError naming a value that differs.
+    """
+    states: dict[str, Any] = {}
+    pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
+    alike: dict[str, dict[str, str]] = {}
+    keys: dict[str, tuple[int, list[str]]] = {}
+    sums: list[dict[str, int]] = []
+    for rank, told in enumerate(tables):
+        sums.append(told.get("base_sums", {}))
+        if rank == 0:
+            index.about |= {key: told[key] for key in _ABOUT if key in told}
+            index.optimizer = told.get("optimizer")
+            alike = told.get("alike", {})
+        _check_alike(rank, told.get("alike", {}), alike)
+        kinds = ("extra", "own", "own_states", "kept", *(["modules"] if rank else []))
+        index.ranks.append({kind: told[kind] for kind in kinds if kind in told})
+        of_optimizer = told.get("optimizer", {})
+        for name, here in of_optimizer.get("keys", {}).items():
+            _check_keys(name, keys.setdefault(name, (rank, here)), (rank, here))
+        for name, values in of_optimizer.get("states", {}).items():
+            states.setdefault(name, {}).update(values)
+        for name, values in of_optimizer.get("pieces", {}).items():
+            for key, value in values.items():
+                pieces.setdefault((name, key), []).append((rank, value))
+    if "base" in index.about:
+        of_base = index.about["base"].items()
+        index.about["base"] = with_sums({n: one for n, one in of_base if n not in index.tensors.get(MODEL, {})}, sums)
+    _merge_pieces(states, pieces, index.tensors.get(OPTIMIZER, {}))
+    if index.optimizer is not None:
+        of_groups = {key: index.optimizer[key] for key in ("optimizers", "classes", "groups")}
+        index.optimizer = of_groups | {"states": states}
+    _check_covered(index)
 
 
 def _merge_pieces(

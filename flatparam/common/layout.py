@@ -116,6 +116,10 @@ class FlatLayout(_C.Layout):
             f"shard_numel={self.shard_numel}, itemsize={self.itemsize}, alignment={self.alignment})"
         )
 
+    def over(self, world_size: int) -> "FlatLayout":
+        """Return the layout of the same parameters over ``world_size`` ranks."""
+        return _again(self.numels, world_size, self.itemsize, self.alignment, self._blocks)
+
     @property
     def padding(self) -> int:
         """The number of elements of ``numel`` that are padding."""

@@ -18,6 +18,7 @@ LAYERS = {
     "fsdp": {"common"},
     "layer_zero": {"common", "dropin", "fsdp"},
     "checkpoint": {"common", "fsdp", "layer_zero", "_version"},
+    "elastic": {"checkpoint", "common", "fsdp"},
 }
 
 

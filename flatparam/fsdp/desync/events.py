@@ -34,7 +34,7 @@ _CALLS = {  # by kind: the call of a user that issues it. The others belong to a
 
 
 class SetupCollective(enum.Enum):
-    """The purposes of collectives that belong to no unit, in words for messages. The last two are meetings."""
+    """The purposes of collectives that belong to no unit, in words for messages. The last three are meetings."""
 
     BUILDS = "builds a unit"
     SENDS_MODULES = "builds a unit that rank 0 gives values (sync_module_states)"
@@ -43,6 +43,7 @@ class SetupCollective(enum.Enum):
     SENDS_STATES = "takes the optimizer state that rank 0 has"
     SAVES_CHECKPOINT = "saves a checkpoint"
     LOADS_CHECKPOINT = "loads a checkpoint"
+    RESIZES = "moves the model to other ranks"
 
 
 _EXCHANGES = list(SetupCollective)
@@ -52,6 +53,7 @@ _EXCHANGE_CALLS = {
     SetupCollective.LOADS: "load_state_dict() or the like",
     SetupCollective.TELLS_STATES: "optim_state_dict()",
     SetupCollective.SENDS_STATES: "optim_state_dict_to_load() or the like",
+    SetupCollective.RESIZES: "elastic.resize()",
     SetupCollective.SAVES_CHECKPOINT: "checkpoint.save()",
     SetupCollective.LOADS_CHECKPOINT: "checkpoint.load()",
 }

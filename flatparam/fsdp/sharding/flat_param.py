@@ -26,6 +26,7 @@ from ..desync import checked_collectives, torch_collectives
 from .deferred import blank
 from .extensions import Extended, dress_all
 from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
+from .placement import Placement
 
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
@@ -131,6 +132,27 @@ class FlatParam:
                 target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
             original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
+
+    def bind(self, placement: Placement, holds: bool) -> Callable[[], None]:
+        """Take a new shard of zeros for ``placement``. Return a function that takes the old one again.
+
+        ``holds``: False: this rank holds nothing from now on, and the shard has no memory.
+        """
+        layout, data, before = self.layout.over(placement.shards), self.flat.data, dict(vars(self))
+        vars(self).pop("gaps", None)
+        self.placement, self.layout, self.pieces = placement, layout, layout.param_shards(placement.rank)
+        if holds:
+            self.flat.data = data.new_zeros(layout.shard_numel)
+        else:
+            self.flat.data = data.new_empty(layout.shard_numel)
+            self.flat.untyped_storage().resize_(0)
+
+        def undo() -> None:
+            vars(self).clear()
+            vars(self).update(before)
+            self.flat.data = data
+
+        return undo
 
     @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:

@@ -24,6 +24,7 @@ from ..names import FLAT_PARAM, listed
 from ..sharding.deferred import is_blank
 from ..sharding.flat_param import FlatParam, ShardSlice
 from ..sharding.parameters import Name, Options, ParamInfo, by_flat_param, check_not_rounded, check_tensors, in_order
+from ..sharding.placement import Placement
 from ..sharding.torch_attributes import describe
 from .registry import FREED, all_units, own, owner_of_param, replace_param
 from .torch_calls import is_exchanged
@@ -55,6 +56,7 @@ class Unit:
         self.flat_params = [FlatParam(group, options) for group in by_flat_param(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
+        self.is_away = False  # this rank is none of those that hold the model
         self.summoned: Any = None  # the Summoned of this unit while it is summoned
         # FQN -> two ranks with different initial values. A load removes the loaded parameters
         self.mismatched: dict[str, list[int]] = {}
@@ -125,6 +127,41 @@ class Unit:
         self.core.alias_params()
         self.core.invalidate()
         self.core.make_views()
+
+    def bind(self, placement: Placement, holds: bool) -> Callable[[], None]:
+        """Bind the flat parameters to the ranks of ``placement``, without values and gradients, with a new ``core``.
+
+        Parameters stay the same objects. ``holds``: as in ``FlatParam.bind``. Between passes; the next forward joins a
+        root. Return a function that binds the unit as before.
+        """
+        core, options, was_away = self.core, self.options, self.is_away
+        shown = [(param, param.grad) for _, param in self.parameters()]
+        core.put(False)
+        for param, _ in shown:
+            _C.set_grad(param, None)
+        steps = [flat_param.bind(placement, holds) for flat_param in self.flat_params]
+        self.options, self.is_away = dataclasses.replace(options, placement=placement), not holds
+        self.make_core()
+
+        def undo() -> None:
+            self.core.put(False)
+            for step in steps:
+                step()
+            self.core, self.options, self.is_away = core, options, was_away
+            if not was_away:
+                self.go_on()
+            for param, grad in shown:
+                _C.set_grad(param, grad)
+
+        return undo
+
+    def check_holds(self) -> None:
+        """Raises: StateError if this rank has given up its shards."""
+        if self.is_away:
+            raise StateError(
+                f"{self.name}: this rank holds no shards since elastic.resize() gave them to other ranks: call it with "
+                "this rank among `ranks` first"
+            )
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
@@ -203,7 +240,8 @@ class Unit:
             raise ValueError(f"{what}: {self.why_mismatched()}")
 
     def check_filled(self) -> None:
-        """Raises: ValueError naming a parameter that has no values yet."""
+        """Raises: ValueError naming a parameter that has no values yet; as ``check_holds``."""
+        self.check_holds()
         for flat_param in self.flat_params:
             for here in flat_param.shard_slices() if flat_param.is_deferred else ():
                 if here.original.template is not None and here.numel > 0 and is_blank(here.of(flat_param.flat)):
@@ -255,6 +293,7 @@ class Unit:
         freed.
         """
         if self.summoned is None:
+            self.check_holds()
             for flat_param in self.flat_params:
                 flat_param.refuse_freed(flat_param.flat)
             self.core.sync_user_writes()

@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import make, wrap_blocks
-from gloo import fake_world, note
-from simulated_ranks import simulate_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -182,7 +181,7 @@ def other_builds():
 
 @pytest.mark.multiprocess
 def test_ranks_that_build_different_models():
-    simulate_ranks(other_builds, 2)
+    run_ranks(other_builds, 2)
 
 
 def raises(*ignored, **too):
@@ -260,12 +259,12 @@ def one_rank_cannot_fill():
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("case", range(len(WRONG)), ids=["-".join(wrong) for wrong, *_ in WRONG])
 def test_an_error_of_one_rank_is_told_to_all(case):
-    simulate_ranks(one_rank_is_wrong, 2, case)
+    run_ranks(one_rank_is_wrong, 2, case)
 
 
 @pytest.mark.multiprocess
 def test_a_module_that_one_rank_cannot_fill_is_told_to_all():
-    simulate_ranks(one_rank_cannot_fill, 2)
+    run_ranks(one_rank_cannot_fill, 2)
 
 
 def one_of_a_grid_is_wrong():
@@ -282,7 +281,7 @@ def one_of_a_grid_is_wrong():
 
 @pytest.mark.multiprocess
 def test_an_error_of_one_rank_of_a_grid_is_told_to_all():
-    simulate_ranks(one_of_a_grid_is_wrong, 4)
+    run_ranks(one_of_a_grid_is_wrong, 4)
 
 
 def nobody_comes():
@@ -301,7 +300,7 @@ def nobody_comes():
 
 @pytest.mark.multiprocess
 def test_an_error_that_waits_to_be_told_is_seen():
-    simulate_ranks(nobody_comes, 2)
+    run_ranks(nobody_comes, 2)
 
 
 class Pair(nn.Module):

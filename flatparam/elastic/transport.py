@@ -1,0 +1,155 @@
+"""Move boxes of tensors from the ranks that hold them to the ranks that read them: the intersections and no more.
+
+A plan of a save lists the boxes of a rank, and a plan of a load the parts of boxes that a rank reads. ``Pieces`` is the
+source of that load: a file of it is the memory of a rank. It owns nothing; the boxes are views of the models' memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.boxes import Read
+from ..checkpoint.files import NAMES, Chunk, Part
+from ..checkpoint.index import OPTIMIZER, RANKS, Index
+from ..checkpoint.planning import SavePlan
+from ..checkpoint.reading import Source
+from ..checkpoint.saving import merge
+from ..common.tensors import row_major
+from ..fsdp.desync.checked_collectives import exchange, gather_objects
+from ..fsdp.desync.events import SetupCollective
+
+ROUND_BYTES = 2**24  # a rank sends another one at most so many bytes at once, or one part of a box
+Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
+
+
+def described(plan: SavePlan) -> tuple[dict[str, Any], list[Any], dict[tuple[str, int], Tensor]]:
+    """Return what other ranks must know of ``plan``: its table, its boxes, and small tensors with their values.
+
+    A small tensor is a value that describes a whole parameter, such as a number of steps, or one in ``extra``.
+    """
+    states = plan.told.get("optimizer", {}).get("states", {})
+    small = {f"state.{name}.{key}" for name, values in states.items() for key, kind in values.items() if kind == "one"}
+    boxes, sent = [], {}
+    for file, parts in plan.parts.items():
+        folder = file.split("/")[0]
+        for number, part in enumerate(parts):
+            tensor = part.tensor
+            chunk = Chunk(file, NAMES[tensor.dtype], part.shape, part.offsets, tuple(tensor.shape), number)
+            boxes.append((folder, part.key, chunk))
+            if folder == RANKS or (folder == OPTIMIZER and part.key in small):
+                sent[file, number] = tensor.detach().cpu().clone()
+    return plan.told, boxes, sent
+
+
+class Pieces(Source):
+    """The boxes of all ranks that hold a model. ``told``: ``described`` of each, by its index among them."""
+
+    def __init__(self, told: Sequence[tuple[dict[str, Any], list[Any], dict[tuple[str, int], Tensor]]]):
+        self.index: Index = Index("", len(told), {})
+        self._small: dict[tuple[str, int], Tensor] = {}
+        self.holder: dict[str, int] = {}  # file -> index of the rank
+        for rank, (_, boxes, small) in enumerate(told):
+            self._small |= small
+            for folder, key, chunk in boxes:
+                self.index.tensors.setdefault(folder, {}).setdefault(key, []).append(chunk)
+                self.holder[chunk.file] = rank
+        merge(self.index, (table for table, _, _ in told))
+        self.about, tensors = self.index.about, self.index.tensors
+        self.model, self.optimizer, self.own = (tensors.get(folder, {}) for folder in ("model", OPTIMIZER, RANKS))
+        self.digest = ""
+
+    def check(self, chunk: Chunk, begin: int, end: int, look: Any) -> int:
+        return 0  # memory has no checksums
+
+    def read(self, read: Read) -> None:
+        """Read from a small tensor."""
+        read.out.copy_(box_of(self._small[read.chunk.file, read.chunk.begin], read.begin, read.out.shape))
+
+    def is_small(self, read: Read) -> bool:
+        return (read.chunk.file, read.chunk.begin) in self._small
+
+
+def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
+    """Return the box of ``shape`` in ``tensor`` whose first element has the row-major number ``begin``."""
+    for dim, (stride, size) in enumerate(zip(row_major(tensor.shape), shape, strict=True)):
+        at, begin = divmod(begin, stride)
+        tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
+def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]], holders: Sequence[int]) -> int:
+    """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds; ``holders``: ranks of the world.
+
+    A collective call of all ranks of the world. Returns: the number of bytes that this rank has sent.
+    Raises: OrderError if another rank cannot come to it.
+    """
+    world: Any = dist.group.WORLD
+    me, size = dist.get_rank(), dist.get_world_size()
+    wanted: list[list[Read]] = [[] for _ in range(size)]
+    for read in reads:
+        if source.is_small(read):
+            source.read(read)
+        else:
+            wanted[holders[source.holder[read.chunk.file]]].append(read)
+    for read in wanted[me]:
+        read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
+    wanted[me] = []
+    requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
+    everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world)
+    gives = [[_requested(parts, one) for one in asked[me]] for asked in everyone]
+    sent = 0
+    given, taken = [list(_rounds(tensors)) for tensors in gives], [list(_rounds(_buffers(theirs))) for theirs in wanted]
+    counts = torch.tensor([max(len(one) for one in (*given, *taken))])
+    exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world, op=dist.ReduceOp.MAX)
+    for i in range(int(counts)):
+        out = [torch.cat([_bytes(one) for one in rounds[i]]) if i < len(rounds) else _NOTHING for rounds in given]
+        sizes = [sum(one.numel() * one.itemsize for one in rounds[i]) if i < len(rounds) else 0 for rounds in taken]
+        got = torch.empty(sum(sizes), dtype=torch.uint8)
+        splits = {"output_split_sizes": sizes, "input_split_sizes": [len(one) for one in out]}
+        exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, torch.cat(out), group=world, **splits)
+        sent += sum(len(one) for one in out)
+        at = 0
+        for rounds in taken:
+            for buffer in rounds[i] if i < len(rounds) else ():
+                count = buffer.numel() * buffer.itemsize
+                buffer.view(-1).view(torch.uint8).copy_(got[at : at + count])
+                at += count
+    for theirs, rounds in zip(wanted, taken, strict=True):
+        for read, buffer in zip(theirs, (one for round_ in rounds for one in round_), strict=True):
+            read.out.copy_(buffer)
+    return sent
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _requested(parts: Mapping[str, list[Part]], request: Request) -> Tensor:
+    file, number, begin, shape = request
+    return box_of(parts[file][number].tensor, begin, shape)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _buffers(reads: Sequence[Read]) -> list[Tensor]:
+    return [torch.empty(read.out.shape, dtype=read.chunk.torch_dtype(read.chunk.file)) for read in reads]
+
+
+def _rounds(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut ``tensors`` into runs of about ``ROUND_BYTES``. Sender and receiver cut alike: the sizes decide."""
+    run: list[Tensor] = []
+    count = 0
+    for tensor in tensors:
+        run.append(tensor)
+        count += tensor.numel() * tensor.itemsize
+        if count >= ROUND_BYTES:
+            yield run
+            run, count = [], 0
+    if run:
+        yield run

@@ -1,0 +1,217 @@
+"""``elastic.resize`` moves a model to other ranks, and equals a checkpoint that is saved before and loaded there.
+
+Promises:
+- all pairs of 1 to 4 ranks, strategies, parameters, optimizers, bit for bit: `test_resize_equals_save_and_load`
+- the intersections of shards are sent, and no more: `test_only_intersections_are_sent`
+- after a refusal gradients, states and training are as without the call: `test_a_refusal_leaves_everything_as_it_was`,
+  `test_a_joiner_that_differs_is_refused_by_all`
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import Odd
+from fsdp_models import Model, loss_of
+from gloo import note, run_ranks
+from simulated_ranks import simulate_ranks
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy as S
+from flatparam import checkpoint, elastic
+from flatparam.checkpoint import CheckpointError
+from flatparam.fsdp.errors import StateError
+
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.001),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-5, momentum=0.9),
+}
+PATH = (4, 1, 1, 2, 1, 3, 1, 4, 2, 2, 3, 2, 4, 3, 3, 4, 4)  # each pair of sizes once
+
+
+def built(strategy, uo, group=None, seed=0):
+    """With original parameters: odd ones and buffers, rows that stay together, several flat parameters a unit."""
+    torch.manual_seed(seed)
+    module = Odd() if uo else Model()
+    arguments = {"atomic": "row", "segments": True} if uo else {}
+    arguments |= {"process_group": group, "sharding_strategy": S[strategy], "use_orig_params": uo}
+    for i, block in enumerate(module.blocks):
+        module.blocks[i] = FSDP(block, **arguments)
+    return FSDP(module, **arguments)
+
+
+def steps(model, optimizer, rank, first, count):
+    losses = []
+    for step in range(first, first + count):
+        torch.manual_seed(100 * step + rank)
+        loss = loss_of(model, torch.randn(4, 3))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(model, optimizer):
+    """The shards and states of this rank, by place: equal if two models are on the same ranks."""
+    found = {f"shard {i}": p.flat.detach().clone() for i, p in enumerate(parts_of(model))}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for i, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{i} {key}"] = value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+    return found
+
+
+def parts_of(model):
+    return [part for wrapper in FSDP.fsdp_modules(model) for part in wrapper._unit.flat_params]
+
+
+def same(left, right):
+    assert left.keys() == right.keys(), left.keys() ^ right.keys()
+    for key, value in left.items():
+        assert torch.isfinite(value).all(), key
+        assert torch.equal(value, right[key]), key
+
+
+def moves(folder, strategy, uo, name):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = {size: dist.new_group(range(size)) for size in range(1, world + 1)}
+    model = built(strategy, uo)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    objects = [id(param) for param in model.parameters()]
+    at = 0
+    for before, after in itertools.pairwise(PATH):
+        note(f"{before} to {after}")
+        path = folder / f"{strategy}-{uo}-{name}-{at}"
+        if rank < before:
+            steps(model, optimizer, rank, at, 1)
+            checkpoint.save(path, model, optimizer, process_group=groups[before])
+        result = elastic.resize(model, optimizer, range(after), extra={"from": rank})
+        assert [id(param) for param in model.parameters()] == objects
+        dist.barrier()
+        if rank < after:
+            assert result.extra == {"from": rank % before}
+            other = built(strategy, uo, groups[after], seed=1)
+            theirs = OPTIMIZERS[name](other.parameters())
+            checkpoint.load(path, other, theirs, process_group=groups[after])
+            same(everything(model, optimizer), everything(other, theirs))
+            assert steps(model, optimizer, rank, at + 1, 3) == steps(other, theirs, rank, at + 1, 3)
+            same(everything(model, optimizer), everything(other, theirs))
+        else:
+            assert not optimizer.state
+            with pytest.raises(StateError, match=r"holds no shards since elastic.resize"):
+                model(torch.randn(4, 3))
+        at += 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_resize_equals_save_and_load(tmp_path, strategy, uo, name):
+    simulate_ranks(moves, 4, tmp_path, strategy, uo, name)
+
+
+def on_processes():
+    model = built("FULL_SHARD", True)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    steps(model, optimizer, dist.get_rank(), 0, 2)
+    before = whole(model)
+    elastic.resize(model, optimizer, [1])
+    if dist.get_rank() == 1:
+        same(whole(model), before)
+        steps(model, optimizer, 1, 2, 1)
+    elastic.resize(model, optimizer, [0, 1])
+    assert not torch.equal(whole(model)["first.weight"], before["first.weight"])
+    steps(model, optimizer, dist.get_rank(), 3, 1)
+
+
+def whole(model):
+    with FSDP.summon_full_params(model, writeback=False):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.multiprocess
+def test_resize_on_real_processes():
+    run_ranks(on_processes, 2)
+
+
+def sent_bytes():
+    model = built("FULL_SHARD", False)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    steps(model, optimizer, dist.get_rank(), 0, 1)
+    numels = [part.layout.numel_params for part in parts_of(model)]
+    for before, after in ((4, 3), (3, 1), (1, 4), (4, 2)):
+        result = elastic.resize(model, optimizer, range(after))
+        total = torch.tensor(result.sent)
+        dist.all_reduce(total)
+        change = sum(e // -(-n // before) != e // -(-n // after) for n in numels for e in range(n))
+        assert int(total) == 4 * 3 * change, (before, after)  # fp32: the parameter and two states of Adam
+
+
+def test_only_intersections_are_sent():
+    simulate_ranks(sent_bytes, 4)
+
+
+def refused():
+    rank = dist.get_rank()
+    model = built("FULL_SHARD", True)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    twin = built("FULL_SHARD", True)
+    of_twin = OPTIMIZERS["adam"](twin.parameters())
+    for one in ((model, optimizer), (twin, of_twin)):
+        steps(*one, rank, 0, 2)
+        loss_of(one[0], torch.ones(4, 3)).backward()
+    grads = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    other = OPTIMIZERS["sgd" if rank == 1 else "adam"](model.parameters())
+    cases = [
+        (model, optimizer, [1, 0], CheckpointError, r"expected ascending ranks from 0 to 2, got \[1, 0\]"),
+        (model, optimizer, [0, 3], CheckpointError, "expected ascending ranks"),
+        (model, optimizer, [0, 1] if rank else [0], CheckpointError, r"rank 1 resizes to the ranks \[0, 1\], rank 0"),
+        (model, None if rank == 2 else optimizer, [0], CheckpointError, r"rank 2 gives the optimizers None, rank 0"),
+        (torch.nn.Linear(2, 2), None, [0], (StateError, CheckpointError), "the model has no FullyShardedDataParallel"),
+        (built("ZERO_1", True), None, [0], StateError, "the strategy ZERO_1: save a checkpoint, build the model"),
+    ]
+    for one, its, ranks, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            elastic.resize(one, its, ranks)
+    if rank == 1:
+        other.state.update({param: {"odd": torch.zeros(2, 2, 2)} for param in optimizer.state})
+    with pytest.raises(CheckpointError, match="rank 1"):
+        elastic.resize(model, other if rank == 1 else optimizer, [0, 1])
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert (param.grad is None) == (grad is None)
+        assert grad is None or torch.equal(param.grad, grad)
+    optimizer.step()
+    of_twin.step()
+    assert steps(model, optimizer, rank, 2, 2) == steps(twin, of_twin, rank, 2, 2)
+    same(everything(model, optimizer), everything(twin, of_twin))
+
+
+def test_a_refusal_leaves_everything_as_it_was():
+    simulate_ranks(refused, 3)
+
+
+def joiner_differs():
+    """The rank that joins has an optimizer of another class: found when the units are bound already."""
+    rank = dist.get_rank()
+    model = built("FULL_SHARD", True)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    steps(model, optimizer, rank, 0, 2)
+    elastic.resize(model, optimizer, [0, 1])
+    before = everything(model, optimizer) if rank < 2 else {}
+    wrong = OPTIMIZERS["sgd"](model.parameters()) if rank == 2 else optimizer
+    with pytest.raises(CheckpointError, match=r"is torch.optim.SGD, and the saved state is of another class"):
+        elastic.resize(model, wrong, [0, 1, 2])
+    if rank < 2:
+        same(everything(model, optimizer), before)
+        steps(model, optimizer, rank, 2, 1)
+    else:
+        with pytest.raises(StateError, match="holds no shards"):
+            model.state_dict()
+    elastic.resize(model, optimizer, [0, 1, 2])
+    steps(model, optimizer, rank, 3, 1)
+
+
+def test_a_joiner_that_differs_is_refused_by_all():
+    simulate_ranks(joiner_differs, 3)
