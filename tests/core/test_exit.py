@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 
+import forked_scripts
 import pytest
 
 from flatparam import _C
@@ -12,27 +13,28 @@ with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="nothi
 BEGIN = "import atexit, os, sys; from flatparam import _C; _C.set_exit_status(7); atexit.register(print, 'end')"
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", f"{BEGIN}\n{code}"], capture_output=True, text=True)
+STATUSES = {  # of programs
+    "": 7,
+    "sys.exit(0)": 7,
+    "sys.exit(3)": 3,
+    "raise ValueError": 1,
+    "_C.set_exit_status(0)": 0,
+    "_C.set_exit_status(8)": 8,
+    "if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 100)": 100,  # the child ends with 0
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    found = forked_scripts.run([(f"{BEGIN}\n{code}", []) for code in STATUSES], tmp_path_factory.mktemp("ends"))
+    return dict(zip(STATUSES, found, strict=True))
 
 
 @with_glibc
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("", 7),
-        ("sys.exit(0)", 7),
-        ("sys.exit(3)", 3),
-        ("raise ValueError", 1),
-        ("_C.set_exit_status(0)", 0),
-        ("_C.set_exit_status(8)", 8),
-        ("if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 100)", 100),  # the child ends with 0
-    ],
-)
-def test_the_status_takes_the_place_of_0(code, status):
-    ended = run(code)
-    assert ended.returncode == status, ended.stderr
-    assert "end" in ended.stdout
+@pytest.mark.parametrize("code", STATUSES)
+def test_the_status_takes_the_place_of_0(ends, code):
+    assert ends[code].status == STATUSES[code], ends[code].err
+    assert "end" in ends[code].out
 
 
 READS = """
