@@ -18,9 +18,10 @@ sys.modules["expecttest"] = None  # only the extra "upstream" installs it: a tes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = (  # first, so that no worker ends long last
-    *("test_dropin_states.py", "test_dropin_training.py", "test_interruptions.py", "test_build.py", "test_demo_run.py"),
-    *("test_upstream_runner.py", "test_model_states.py", "test_optimizer_states.py", "test_torch_helpers.py"),
+LONGEST = (  # first, the longest of them before the others, so that no worker ends long last
+    *("test_build.py", "test_copying.py", "test_copying_rules.py", "test_examples.py", "test_interruptions.py"),
+    *("test_conformance_gloo.py", "test_core_c.py", "test_pages.py", "test_bad_calls.py", "test_ptx.py"),
+    *("test_demo_run.py", "test_upstream_runner.py", "test_dropin_states.py", "test_dropin_training.py"),
 )
 
 
@@ -33,7 +34,8 @@ def pytest_xdist_auto_num_workers():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the cases of a ``sweep(n)``, n that are spread over it stay as they are; the others become ``thorough``."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     sweeps = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sweep") is not None and item.get_closest_marker("thorough") is None:
