@@ -27,7 +27,7 @@ wheel:
 	@$(call ENVIRONMENT,build wheel) "$$py" tools/wheel.py $(TORCHES)
 
 demo:
-	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m examples.demo $(ARGS)
+	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m examples.demo $(ARGS) $(if $(ARGS),,&& "$$py" -m examples.demo.scripts)
 
 test: MARKED = -m "not thorough"
 test test-all:

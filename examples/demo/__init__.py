@@ -3,5 +3,5 @@
 From the bottom up: ``config`` (settings), ``data`` and ``model`` (what is trained), ``train`` (a step, unsharded and
 sharded), ``memory``, ``checkpoint`` and ``hostcost`` (what is measured and saved), ``worker`` (one process),
 ``processes`` (all of them, from the parent), ``experiment`` (the order of events), ``report`` and ``plot`` (what comes
-out), ``cli`` (options and exit status).
+out), ``cli`` (options and exit status). ``scripts`` runs the other examples.
 """

@@ -91,11 +91,6 @@ class Config:
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
-    def peak(self) -> str:
-        """The kind of memory whose peak a process measures."""
-        return "peak allocated on the GPU" if self.device == "cuda" else "peak RSS over imports"
-
-    @property
     def is_layer_zero(self) -> bool:
         """Whether parameters are gathered over fewer ranks than the optimizer state is sharded over."""
         return self.strategy.startswith("layer-zero")

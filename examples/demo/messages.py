@@ -42,12 +42,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in one process after a step; ``peak``: above what was resident, or on its GPU, after the imports."""
+    """Bytes in one process after a step; ``peak``: the most that torch allocated on its GPU, None on a CPU."""
 
     parameters: int
     gradients: int
     optimizer: int
-    peak: int
+    peak: int | None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The picture: loss curves on top of each other, tensors of each process, host time, step time."""
+"""The picture: loss curves on top of each other, host time, tensors of each process, step time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIB = 2.0**20
 
 def draw(config: Config, results: Results, path: Path) -> None:
     """Write the picture as a PNG to ``path``."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    curves, memory, host, time = figure.subplots(1, 4, width_ratios=[2.2, 1.3, 1.0, 1.0])
+    figure = Figure(figsize=(8, 6), layout="constrained")  # 800 pixels: the width of README.md
+    (curves, host), (memory, time) = figure.subplots(2, 2, width_ratios=[1.6, 1.0])
     _curves(curves, results.runs)
     _memory(memory, results.runs)
     _host(host, results.runs)
@@ -29,7 +29,7 @@ def draw(config: Config, results: Results, path: Path) -> None:
         f"{config.strategy}, {config.precision}"
     )
     partial = path.with_name(path.name + PARTIAL)
-    figure.savefig(partial, format="png", dpi=110)
+    figure.savefig(partial, format="png", dpi=100)
     partial.replace(path)
 
 

@@ -138,7 +138,7 @@ class Team:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=_environment(self._config.threads),
+                env=environment(self._config.threads),
                 start_new_session=True,
             )
         self._members.append(Member(role, process, Connection(ours.detach()), log))
@@ -186,7 +186,7 @@ class Team:
         return DemoFailed(f"{member.name} ended early, with status {member.process.poll()}", _tail(member.log))
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """The environment of a process: its number of threads, no spinning between parallel regions, gloo on loopback."""
     fixed = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **fixed}

@@ -110,11 +110,14 @@ def host_cells(run: Run) -> list[str]:
 
 
 def memory_table(config: Config, results: Results) -> str:
-    """One row a process: bytes of tensors, peak of memory."""
-    rows = [["bytes in each process", "parameters", "gradients", "optimizer state", config.peak]]
+    """One row a process: bytes of tensors, and on GPUs the peak. A CPU's resident memory is mostly imports."""
+    peak = ["peak allocated on the GPU"] if config.device == "cuda" else []
+    rows = [["bytes in each process", "parameters", "gradients", "optimizer state", *peak]]
     for name, run in results.runs.items():
         for rank, memory in enumerate(run.memory):
-            numbers = (memory.parameters, memory.gradients, memory.optimizer, memory.peak)
+            numbers = [memory.parameters, memory.gradients, memory.optimizer]
+            if memory.peak is not None:
+                numbers.append(memory.peak)
             label = name if name == UNSHARDED else f"{name} rank {rank}"
             rows.append([label, *(f"{number:,}" for number in numbers)])
     return table(rows)

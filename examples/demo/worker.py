@@ -26,7 +26,7 @@ from . import checkpoint
 from .config import Config
 from .data import Corpus, load_text
 from .hostcost import HostCost
-from .memory import PeakMemory, optimizer_bytes, tensor_bytes
+from .memory import optimizer_bytes, tensor_bytes
 from .messages import FLATPARAM, UNSHARDED, Block, Difference, Facts, Memory, Role
 from .model import GPT, generate
 from .train import Sharded, Trainer, Unsharded, engine_of, wrapper_of
@@ -54,7 +54,6 @@ class Worker:
         self._role = role
         self._corpus = Corpus(config, load_text())
         self._host_cost: HostCost | None = None
-        self._peak = PeakMemory(config.device)
         self._trainer = self._untrained()
 
     def _untrained(self) -> Trainer:
@@ -98,7 +97,7 @@ class Worker:
             parameters=tensor_bytes(parameters),
             gradients=tensor_bytes(parameter.grad for parameter in parameters),
             optimizer=optimizer_bytes(self._trainer.optimizer),
-            peak=self._peak.above_start(),
+            peak=torch.cuda.max_memory_allocated() if self._config.device == "cuda" else None,
         )
 
     def save(self, path: Path, step: int) -> None:
