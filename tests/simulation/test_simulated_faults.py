@@ -6,7 +6,7 @@ Promises:
 - the same holds for what a hook of a module, of a tensor or of an optimizer raises:
   `test_what_hooks_raise_is_told_to_the_others`
 - with two faults in a run, too, all that raise raise one text, in time:
-  `test_two_faults_in_one_run_are_told_alike_and_in_time`
+  `test_two_faults_in_one_run_are_told_alike_and_in_time`, `test_two_ranks_that_are_lost_at_one_moment_give_one_text`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -74,6 +74,15 @@ def test_two_faults_in_one_run_are_told_alike_and_in_time():
         checkers.all_are_told_alike(run)
         seen += len(run.struck) == 2
     assert seen > 20, "seldom both have struck"
+
+
+def test_two_ranks_that_are_lost_at_one_moment_give_one_text():
+    for seed in [*range(2190, 2200), 8]:
+        faults = [Fault("is killed", 4, 10), Fault("is interrupted", 2, 10)]
+        run = simulated(faulty_programs.train, 5, seed, "SHARD_GRAD_OP", 0.01, True, faults=faults)
+        checkers.nobody_waits_for_ever(run, 5)
+        checkers.all_are_told_in_time(run)
+        checkers.all_are_told_alike(run)
 
 
 def test_a_host_that_is_killed_takes_the_store_along():

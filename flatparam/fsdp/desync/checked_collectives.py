@@ -313,6 +313,9 @@ def look_of(
             waited = time.monotonic() - begin
             _raise_if_troubled(group, waited)
             found = ours and (ours.diagnose(ranks) if has_failed else ours.find_dead(ranks, waited, is_absent))
+            if found:
+                for each in traces:  # of several lost ranks all ranks name the same one
+                    each.break_for(found)
         except StoreGoneError as error:
             found = str(error) if has_failed else None
         if found:

@@ -508,6 +508,10 @@ class GroupTrace:
         if board is not None and (found := board.find_dead(self._ranks, waited, is_absent)) is not None:
             self._break(found, "")
 
+    def break_for(self, found: str) -> NoReturn:
+        """Break the group: ``found`` says why a rank cannot come. Raises: OrderError, with one text on all ranks."""
+        self._break(found, "")
+
     def _end_without_store(self, error: StoreGoneError) -> NoReturn:
         with self._closing:
             self._reason = self._reason or str(error) + AND_SO
