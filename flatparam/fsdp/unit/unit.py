@@ -45,6 +45,8 @@ class Unit:
     Raises: ValueError naming a parameter that cannot be flattened with the others.
     """
 
+    is_away = False  # whether this rank is none of those that hold the model; pickles of older versions lack it
+
     def __init__(self, module: nn.Module, originals: list[ParamInfo], options: Options, name: str):
         self.module = module
         self.options = options
@@ -56,7 +58,6 @@ class Unit:
         self.flat_params = [FlatParam(group, options) for group in by_flat_param(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
-        self.is_away = False  # this rank is none of those that hold the model
         self.summoned: Any = None  # the Summoned of this unit while it is summoned
         # FQN -> two ranks with different initial values. A load removes the loaded parameters
         self.mismatched: dict[str, list[int]] = {}
