@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,8 @@ def parser() -> Parser:
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, a safetensors file or an index")
         command.add_argument("--trusted", action="store_true", help="read torch's .metadata, a pickle: it can run code")
     write.add_argument("file", type=Path, metavar="FILE", help="the file to write; one that is there is replaced")
-    write.add_argument(
-        "--tied", choices=TIED, default="one", help="names of a tied parameter in the file (default: one)"
-    )
-    write.add_argument("--quiet", action="store_true", help="no progress bar")
+    write.add_argument("--tied", choices=TIED, default="one", help="names of a tied parameter in the file")
+    write.add_argument("--quiet", action="store_true", help="no progress bar on a terminal")
     return made
 
 
@@ -124,7 +123,9 @@ def do(options: argparse.Namespace) -> tuple[str, int]:
         summary = verify(path, check_finite=options.finite, trusted=trusted)
         without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"
         return f"{summary}: {without_sums if summary.id is None else 'as it was saved'}", 0
-    return str(export(path, options.file, tied=options.tied, trusted=trusted, progress=not options.quiet)), 0
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: the process was started without one
+    progress = on_terminal and not options.quiet
+    return str(export(path, options.file, tied=options.tied, trusted=trusted, progress=progress)), 0
 
 
 def main(arguments: list[str]) -> int:

@@ -249,15 +249,31 @@ def test_states_in_containers_of_torchs_files_are_refused_by_name(world, tmp_pat
     assert not differing(dict(again.named_parameters()), dict(model.named_parameters()))
 
 
-def command(*arguments):
+def command(*arguments, terminal=False):
     """The status, output and errors of a command. In this process: a fresh one imports torch for seconds."""
     out, err = io.StringIO(), io.StringIO()
+    err.isatty = lambda: terminal
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = cli.main([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = ended.code
     return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize(("terminal", "options"), [(True, []), (True, ["--quiet"]), (False, [])])
+def test_export_shows_its_bar_on_a_terminal_alone(tmp_path, terminal, options):
+    save_file({"weight": torch.arange(6.0)}, tmp_path / "in.safetensors")
+    status, _, err = command(
+        "export", tmp_path / "in.safetensors", tmp_path / "out.safetensors", *options, terminal=terminal
+    )
+    assert (status, bool(err)) == (0, terminal and not options), err
+
+
+def test_help_shows_each_default_once():
+    status, out, _ = command("export", "--help")
+    assert status == 0
+    assert out.count("(default: one)") == 1
 
 
 def saved_by_two(folder):
