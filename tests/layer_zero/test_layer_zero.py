@@ -22,6 +22,7 @@ from gloo import note, run_ranks
 from layer_zero_checks import assert_equal
 from layer_zero_ranks import Reference, counted
 from layer_zero_ways import BF16, BY_HAND, WAYS, driven
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -92,7 +93,7 @@ ON_FOUR = [pytest.param(case, marks=pytest.mark.thorough) for case in ON_FOUR]
 @pytest.mark.parametrize("case", [*cases(1, [(BY_HAND, 1)]), *ON_TWO, *ON_FOUR], ids=str)
 def test_it_trains_as_the_unsharded_module(case):
     world, *setting = case
-    run_ranks(training, world, *setting)
+    simulate_ranks(training, world, *setting)
 
 
 def adding_up(way, uo):
@@ -105,7 +106,7 @@ def adding_up(way, uo):
 @every_setting
 def test_micro_batches_add_up_in_full_precision(way, uo):
     """The same bf16 gradient on all ranks, 16 times: summed in bf16 it would be rounded."""
-    run_ranks(adding_up, 4, way, uo)
+    simulate_ranks(adding_up, 4, way, uo)
 
 
 def padding(way, uo):
@@ -123,7 +124,7 @@ def padding(way, uo):
 
 @every_setting
 def test_padding_stays_zero(way, uo):
-    run_ranks(padding, 4, way, uo)
+    simulate_ranks(padding, 4, way, uo)
 
 
 def clearing(way, uo, offload):
@@ -169,7 +170,7 @@ def clearing(way, uo, offload):
     ("way", "uo", "offload"), [(*setting, offload) for offload in (False, True) for setting in SETTINGS]
 )
 def test_cleared_micro_batches_leave_no_trace(way, uo, offload):
-    run_ranks(clearing, 4, way, uo, offload)
+    simulate_ranks(clearing, 4, way, uo, offload)
 
 
 # Writes to the masters of a run, and the same to a module
@@ -299,7 +300,7 @@ def offloading(way, inner, uo, low):
 )
 def test_offloaded_gradients_give_the_same_bits(way, inner, uo, low):
     """All units, in all steps, however gradients are cleared, after an abandoned micro-batch too."""
-    run_ranks(offloading, 4, way, inner, uo, low)
+    simulate_ranks(offloading, 4, way, inner, uo, low)
 
 
 def refused():
@@ -310,4 +311,4 @@ def refused():
 
 
 def test_other_strategies_do_not_offload():
-    run_ranks(refused, 2)
+    simulate_ranks(refused, 2)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from fsdp_models import Block, Model, counts_of, data, full_grads, full_params, have_memory, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from layer_zero_ranks import MODES, counted, group_of, layer_zero, micro_batches, pair, rows, run_of
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -561,12 +562,12 @@ def loaded(state, cases):
 
 @pytest.mark.thorough
 def test_models_and_programs_of_all_kinds():
-    run_ranks(in_turn, 4, [exceptions, uneven, interleaved, empty_units, precisions])
+    simulate_ranks(in_turn, 4, [exceptions, uneven, interleaved, empty_units, precisions])
 
 
 @pytest.mark.thorough
 def test_groups_norms_and_what_is_refused():
-    run_ranks(in_turn, 4, [refused, objects, clipping, grids, refreshes, orders], timeout=90)
+    simulate_ranks(in_turn, 4, [refused, objects, clipping, grids, refreshes, orders], timeout=90)
 
 
 @pytest.mark.sweep(5)
@@ -574,7 +575,7 @@ def test_groups_norms_and_what_is_refused():
     ("mode", "inner", "uo", "low"), list(itertools.product(MODES, (1, 2), (False, True), (False, True)))
 )
 def test_degenerate_groups_are_the_plain_strategies(mode, inner, uo, low):
-    run_ranks(degenerate, 2, mode, inner, uo, low)
+    simulate_ranks(degenerate, 2, mode, inner, uo, low)
 
 
 def test_one_inner_group_of_all_ranks_gives_torchs_bits():
@@ -599,9 +600,9 @@ def test_an_outer_group_that_is_not_the_worlds_is_said():
 
 
 def test_full_state_dicts_go_from_any_groups_to_any():
-    [state, *_] = run_ranks(saved, 4, "LAYER_ZERO_NESTED", 2)
-    [other, *_] = run_ranks(saved, 2, "LAYER_ZERO", 1)
+    [state, *_] = simulate_ranks(saved, 4, "LAYER_ZERO_NESTED", 2)
+    [other, *_] = simulate_ranks(saved, 2, "LAYER_ZERO", 1)
     on_four = [*itertools.product(MODES, (1, 2, 4)), ("FULL_SHARD", 4)]
-    run_ranks(loaded, 2, state, [("LAYER_ZERO_NESTED", 1), ("FULL_SHARD", 2)])
-    run_ranks(loaded, 1, state, [("LAYER_ZERO", 1)])
-    run_ranks(loaded, 4, other, on_four)
+    simulate_ranks(loaded, 2, state, [("LAYER_ZERO_NESTED", 1), ("FULL_SHARD", 2)])
+    simulate_ranks(loaded, 1, state, [("LAYER_ZERO", 1)])
+    simulate_ranks(loaded, 4, other, on_four)

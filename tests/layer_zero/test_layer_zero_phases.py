@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make
-from gloo import note, run_ranks
+from gloo import note
 from layer_zero_checks import LOW, Example, assert_close, assert_equal, named, train
 from layer_zero_driver import (
     State,
@@ -33,6 +33,7 @@ from layer_zero_driver import (
 )
 from layer_zero_programs import chain
 from layer_zero_ranks import counted
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState as TorchState
 
@@ -677,7 +678,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_phases(case):
     world_size, function, *arguments = case
-    run_ranks(function, world_size, *arguments)
+    simulate_ranks(function, world_size, *arguments)
 
 
 def nothing_is_offloaded():
@@ -689,6 +690,6 @@ def nothing_is_offloaded():
 
 
 def test_the_first_rank_is_told_that_nothing_is_offloaded():
-    first, second = run_ranks(nothing_is_offloaded, 2)  # Python shows equal warnings of one line once
+    first, second = simulate_ranks(nothing_is_offloaded, 2)  # Python shows equal warnings of one line once
     assert first == 2 * [("offload_grad() does nothing: the handle was made with offload_grads=False", True)]
     assert second == []

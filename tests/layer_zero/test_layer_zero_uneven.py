@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fsdp_models import Block, counts_of, data, full_grads, full_params, loss_of, make
 from gloo import note, run_ranks
 from layer_zero_ranks import MODES, layer_zero
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import BackwardPrefetch, MixedPrecision
@@ -362,22 +363,22 @@ def in_turn(checks):
 
 @pytest.mark.thorough
 def test_who_has_no_gradient_adds_zeros():
-    run_ranks(in_turn, 4, [without_gradients])
+    simulate_ranks(in_turn, 4, [without_gradients])
 
 
 @pytest.mark.thorough
 def test_what_is_gathered_ahead_where_ranks_differ():
-    run_ranks(in_turn, 4, [the_last_output, prefetched_after_skipping])
+    simulate_ranks(in_turn, 4, [the_last_output, prefetched_after_skipping])
 
 
 def test_what_one_rank_alone_clears():
-    run_ranks(in_turn, 4, [cleared_in_part, counted_anew])
+    simulate_ranks(in_turn, 4, [cleared_in_part, counted_anew])
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("mode", "inner"), [(MODES[1], 2), (MODES[0], 1), (MODES[0], 2)])
 def test_errors_of_one_rank_are_raised_by_all(mode, inner):
-    run_ranks(errors_of_one_rank, 4, mode, inner)
+    simulate_ranks(errors_of_one_rank, 4, mode, inner)
 
 
 @pytest.mark.sweep(2)
@@ -396,4 +397,4 @@ def test_a_pickle_knows_all_shards(mode, uo):
     ],
 )
 def test_frozen_parameters_keep_a_low_precision(mode, inner, uo, low):
-    run_ranks(frozen_in_low_precision, 4, mode, inner, uo, low)
+    simulate_ranks(frozen_in_low_precision, 4, mode, inner, uo, low)

@@ -329,7 +329,7 @@ def _phase(source, program, low, optimizer, first):
         "optimizer": optimizer,
         "clip": None if no_clip else source.choice([None, None, 0.5]),
         "set_to_none": optimizer != "SGD" or source.random() < 0.8,
-        "kind": "ours" if has_list else source.choice(["ours", "full"]),
+        "kind": source.choice(["ours", "full"]),
         "ops": [],
     }
     steps = source.randint(1, 4)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _simulated_world as world  # process.py builds it
+import simulated
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -184,14 +185,19 @@ def simulate(
     faults: Sequence[Fault] = (),
     host: int | None = None,
     machines: bool = False,
+    device: str | None = None,
 ) -> Run:
     """Run ``program(rank)`` on ``size`` ranks until all have ended.
 
     Args: ``limit``: virtual seconds that the run may take; ``switches``: the chance, of 256, that a rank hands over
     where it need not; ``latency``: virtual seconds until a rank sees that a collective has ended, at most;
     ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has;
-    ``machines``: each rank has a machine of its own, and cannot see the processes of the others.
+    ``machines``: each rank has a machine of its own, and cannot see the processes of the others; ``device``: which
+    streams of its device are late, if each rank has the simulated device of tests/support/simulated.py: "others" than
+    the one that computes, or "computing". The device's backend calls itself "nccl".
     """
+    if device is not None:
+        simulated.use(simulated.build(), device).of_ranks(ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value)
     run = Run(0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}

@@ -6,10 +6,15 @@ The order of a sum and the dtype of each rounding are those that the strategy st
 import copy
 
 import torch
-
-from flatparam.fsdp.sharding.placement import averaging_factors
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
 from .programs import GRIDS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, loss_of
+
+
+def divisors(size):
+    """Divisors of an average, before and after the sum, as torch's own hooks of gradients have them."""
+    before = DefaultState._get_gradient_predivide_factor(size)
+    return before, size / before
 
 
 class Reference:
@@ -32,7 +37,7 @@ class Reference:
         if len(self.buffers) != size or self.kind != "ours":  # of another world all ranks get rank 0's
             self.buffers = [copy.deepcopy(self.buffers[0]) for _ in range(size)]
         self.kind = phase["kind"]
-        self.before, self.after = averaging_factors(size)
+        self.before, self.after = divisors(size)
         inner = phase["inner"] if phase["strategy"] in GRIDS else size
         self.rows = [range(i, i + inner) for i in range(0, size, inner)]
         nested = phase["strategy"] == "LAYER_ZERO_NESTED" and 1 < inner < size

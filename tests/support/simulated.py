@@ -95,7 +95,7 @@ def collectives(module):
     """What makes a backend of a module's collectives, which are gloo's in the end."""
 
     def create(store, rank, size, timeout):
-        return module.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+        return module.collectives(dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout))
 
     return create
 

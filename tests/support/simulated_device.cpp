@@ -21,30 +21,30 @@ PYBIND11_MODULE(simulated_device, m)
         backend->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds)));
     });
     m.def("memory", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         free_what_is_aside();
         return std::make_tuple(bytes_now, bytes_peak, pinned_now);
     });
     m.def("allocations", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         return allocations;
     });
     m.def("reset_peak", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         free_what_is_aside();
         bytes_peak = bytes_now;
     });
     const auto sets = [&m](const char *name, auto *variable) {
         m.def(name, [variable](std::remove_pointer_t<decltype(variable)> value) {
-            const Locked locked(mutex);
+            const Locked locked(mutex());
             *variable = value;
         });
     };
     sets("fail_after", &fail_after);
     m.def("fail", [] { // for good: it does nothing that it was given
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         has_failed = true;
-        for (auto &[stream, queue] : queues) {
+        for (auto &[stream, queue] : queues()) {
             queue.waiting.clear();
             queue.landing.clear();
             queue.ended = queue.done = queue.put;
@@ -54,16 +54,16 @@ PYBIND11_MODULE(simulated_device, m)
     sets("room", &room);
     sets("registers", &registers);
     m.def("put_off", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         return put_off;
     });
     m.def("end_first", [] { std::atexit([] { ended = true; }); });
     m.def("compute_for", [](double seconds) { // the current stream
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         put(current, [seconds, end = std::optional<std::chrono::steady_clock::time_point>()]() mutable {
             const auto now = std::chrono::steady_clock::now();
-            end = end.value_or(now + std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                         std::chrono::duration<double>(seconds)));
+            end = end.value_or(
+                now + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
             if (polled && now < *end) {
                 throw NotYet{};
             }
@@ -71,21 +71,21 @@ PYBIND11_MODULE(simulated_device, m)
         });
     });
     m.def("behind", [] {
-        const Locked locked(mutex);
-        return queues[computing].waiting.size();
+        const Locked locked(mutex());
+        return queues()[computing].waiting.size();
     });
     m.def("operations", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         return std::exchange(operations, {}); // since the last call
     });
     m.def("waits", [] {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         return waits;
     });
     m.def(
         "synchronize",
         [](bool with_gil) {
-            const Locked locked(mutex);
+            const Locked locked(mutex());
             free_what_is_aside();
             waits++;
             keeps_gil = with_gil;
@@ -94,11 +94,12 @@ PYBIND11_MODULE(simulated_device, m)
             check_unused();
         },
         pybind11::arg("with_gil") = false);
+    m.def("of_ranks", [](uintptr_t rank) { rank_of_thread = reinterpret_cast<int (*)()>(rank); });
     m.def("captured_beside", [](uintptr_t asked) { is_relaxed = reinterpret_cast<int (*)()>(asked); });
     m.def(
         "late",
         [](const std::string &which, int64_t stream) {
-            const Locked locked(mutex);
+            const Locked locked(mutex());
             force_all();
             TORCH_CHECK_VALUE(which == "others" || which == "computing", "expected others or computing, got ", which);
             computes_late = which == "computing";

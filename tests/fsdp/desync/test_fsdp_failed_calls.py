@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import ends_of_ranks, note, run_ranks, say, wait_until_said
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,7 +120,7 @@ def told(strategy, how):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_others_are_told(how):
-    first, _, last = run_ranks(told, 3, "FULL_SHARD", how, environment={"FLATPARAM_HEARTBEAT": "0"})
+    first, _, last = simulate_ranks(told, 3, "FULL_SHARD", how, environment={"FLATPARAM_HEARTBEAT": "0"})
     for text, seconds in (first, last):
         assert re.match(
             r"rank 1 has raised an error of its own in .* and has not gone on since: ValueError: batch 17 is bad", text
@@ -129,7 +130,7 @@ def test_others_are_told(how):
 
 @pytest.mark.parametrize("how", ["function", "loss"])
 def test_others_are_told_where_nothing_is_sharded(how):
-    first, _, last = run_ranks(told, 3, "NO_SHARD", how, environment={"FLATPARAM_HEARTBEAT": "0"})
+    first, _, last = simulate_ranks(told, 3, "NO_SHARD", how, environment={"FLATPARAM_HEARTBEAT": "0"})
     for text, seconds in (first, last):
         assert "batch 17 is bad" in text
         assert 1.9 < seconds < 8.0
@@ -190,7 +191,7 @@ def told_elsewhere(strategy, fails, goes_on):
 )
 def test_others_are_told_wherever_they_wait(strategy, fails, goes_on, debug):
     environment = {"FLATPARAM_HEARTBEAT": "0", "TORCH_DISTRIBUTED_DEBUG": debug}
-    first, _, last = run_ranks(told_elsewhere, 3, strategy, fails, goes_on, environment=environment)
+    first, _, last = simulate_ranks(told_elsewhere, 3, strategy, fails, goes_on, environment=environment)
     for text, seconds in (first, last):
         assert re.match(r"rank 1 has raised an error of its own in .* and has not gone on since: ", text)
         assert ("expected the new data of parameter" if fails == "write" else "batch 17 is bad") in text
@@ -225,7 +226,7 @@ def outside_of_a_step(how):
 
 @pytest.mark.parametrize("how", ["pre", "post", "optimizer", "apply"])
 def test_others_are_told_of_an_exception_outside_of_a_step(how):
-    first, _, last = run_ranks(outside_of_a_step, 3, how, environment={"FLATPARAM_HEARTBEAT": "0"})
+    first, _, last = simulate_ranks(outside_of_a_step, 3, how, environment={"FLATPARAM_HEARTBEAT": "0"})
     for text, seconds in (first, last):
         assert re.match(r"rank 1 has raised .* and has not gone on since: ValueError: batch 17 is bad", text)
         assert 1.9 < seconds < 8.0
@@ -316,7 +317,7 @@ def one_comes_back():
 
 
 def test_a_rank_that_goes_on_hides_no_other_rank_that_has_raised():
-    first, _, last = run_ranks(one_comes_back, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
+    first, _, last = simulate_ranks(one_comes_back, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
     for text, seconds in (first, last):
         assert re.match(r"rank 1 has raised .* and has not gone on since: ValueError: batch 17 is bad", text)
         assert seconds < 10.0
@@ -362,7 +363,7 @@ def evaluates_alone():
 
 
 def test_nobody_is_told_of_what_one_rank_does_alone():
-    run_ranks(evaluates_alone, 2)
+    simulate_ranks(evaluates_alone, 2)
 
 
 def load_hook_raises():
@@ -377,7 +378,7 @@ def load_hook_raises():
 
 
 def test_a_load_hook_that_raises_between_units_is_named():
-    others = run_ranks(load_hook_raises, 3)
+    others = simulate_ranks(load_hook_raises, 3)
     assert [name for name, _ in others] == ["OrderError", "ValueError", "OrderError"]
     for _, text in others:
         assert "batch 17 is bad" in text

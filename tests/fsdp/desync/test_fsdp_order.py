@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
 from gloo import fake_world, note, run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -298,7 +299,7 @@ CASES = {
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("ranks", "cases"), CASES.values(), ids=CASES)
 def test_ranks_that_differ_are_told_so_alike(ranks, cases):
-    results = run_ranks(differences, ranks, *cases)
+    results = simulate_ranks(differences, ranks, *cases)
     for (name, strategy), (text, _) in results[0].items():
         [patterns] = [patterns for scenario, patterns in DIFFERENT.items() if scenario.__name__ == name]
         for pattern in patterns:
@@ -339,7 +340,7 @@ def frozen_on_one_rank():
 
 
 def test_ranks_that_train_other_parameters_are_told_which():
-    results = run_ranks(frozen_on_one_rank, 2)
+    results = simulate_ranks(frozen_on_one_rank, 2)
     one, whole = results[0]
     for text, _ in one.values():
         assert re.search(r"`blocks\.1`, in step \d: `bias` requires grad on rank 0 and not on rank 1", text), text
@@ -363,7 +364,7 @@ def differ_on_a_grid():
 
 
 def test_all_ranks_of_a_grid_are_told():
-    assert max(run_ranks(differ_on_a_grid, 4)) < SOON
+    assert max(simulate_ranks(differ_on_a_grid, 4)) < SOON
 
 
 def saved(model):
@@ -443,7 +444,7 @@ def fails_alone():
 
 
 def test_an_error_of_one_rank_is_seen_before_the_others_come():
-    [text], none = run_ranks(fails_alone, 2)
+    [text], none = simulate_ranks(fails_alone, 2)
     assert "rank 0 could not build its unit" in text
     assert none == []
 
@@ -626,7 +627,7 @@ def legal(strategy):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_all_ranks_do_alike_is_legal(strategy):
-    run_ranks(legal, 2, strategy)
+    simulate_ranks(legal, 2, strategy)
 
 
 def changes_are_told():
@@ -650,7 +651,7 @@ def changes_are_told():
 
 
 def test_a_changed_order_warns_when_debugging():
-    run_ranks(changes_are_told, 2)
+    simulate_ranks(changes_are_told, 2)
 
 
 def learns_and_gathers_ahead():
@@ -666,7 +667,7 @@ def learns_and_gathers_ahead():
 
 
 def test_gathering_ahead_warns_of_no_changed_order():
-    run_ranks(learns_and_gathers_ahead, 2)
+    simulate_ranks(learns_and_gathers_ahead, 2)
 
 
 class Endless:
@@ -737,7 +738,7 @@ def rank_0_alone():
 
 
 def test_one_rank_may_do_alone_what_needs_no_other():
-    run_ranks(rank_0_alone, 2)
+    simulate_ranks(rank_0_alone, 2)
 
 
 def copies_in_another_order():
@@ -750,7 +751,7 @@ def copies_in_another_order():
 
 
 def test_models_of_the_same_names_are_told_apart():
-    run_ranks(copies_in_another_order, 2)
+    simulate_ranks(copies_in_another_order, 2)
 
 
 def through_a_server():

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from fsdp_models import assert_same, data, loss_of, make
 from gloo import note, run_ranks
 from safetensors.torch import load_file, save_file
+from simulated_ranks import simulate_ranks
 from test_model_states import FULL, LOCAL, SHARDED, local
 from test_optimizer_states import OPTIMIZERS, assert_states, equal, names_of
 from torch import nn
@@ -182,7 +183,7 @@ def by_some_names(strategy, uo):
 
 @every_setting
 def test_one_of_the_names_is_enough(strategy, uo):
-    run_ranks(by_some_names, 2, strategy, uo)
+    simulate_ranks(by_some_names, 2, strategy, uo)
 
 
 def in_files(strategy, uo, folder):
@@ -228,7 +229,7 @@ def in_files(strategy, uo, folder):
 
 @every_setting
 def test_checkpoints_are_the_unwrapped_modules(strategy, uo, tmp_path):
-    run_ranks(in_files, 2, strategy, uo, tmp_path)
+    simulate_ranks(in_files, 2, strategy, uo, tmp_path)
 
 
 def low_buffers():
@@ -243,4 +244,4 @@ def low_buffers():
 
 
 def test_buffers_have_their_own_precision():
-    run_ranks(low_buffers, 2)
+    simulate_ranks(low_buffers, 2)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import every_setting
-from gloo import fake_world, run_ranks
+from gloo import fake_world
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -93,12 +94,12 @@ def trains_as_unsharded(cls, strategy, use_orig_params):
 
 @every_setting
 def test_an_output_that_is_a_view_is_changed_in_place(strategy, uo):
-    run_ranks(trains_as_unsharded, 2, InPlace, strategy, uo)
+    simulate_ranks(trains_as_unsharded, 2, InPlace, strategy, uo)
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_a_loss_that_a_unit_keeps_where_it_is_not_freed(strategy):
-    run_ranks(trains_as_unsharded, 2, Aside, strategy, True)
+    simulate_ranks(trains_as_unsharded, 2, Aside, strategy, True)
 
 
 def is_refused(cls, prefetch):
@@ -114,7 +115,7 @@ def is_refused(cls, prefetch):
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("cls", [Aside, Ahead])
 def test_what_is_not_there_yet_is_refused_and_not_computed_with(cls, prefetch):
-    run_ranks(is_refused, 2, cls, prefetch)
+    simulate_ranks(is_refused, 2, cls, prefetch)
 
 
 class Returned(nn.Module):

@@ -35,7 +35,7 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,7 +85,7 @@ def beginnings():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks(ranks):
-    run_ranks(beginnings, ranks)
+    simulate_ranks(beginnings, ranks)
 
 
 def contradictions():
@@ -139,7 +139,7 @@ def refusal_of_summon(model):
 
 @pytest.mark.multiprocess
 def test_arguments_that_contradict():
-    run_ranks(contradictions, 2)
+    simulate_ranks(contradictions, 2)
 
 
 @contextlib.contextmanager
@@ -302,7 +302,7 @@ PARTS = (ignored_is_local, own_shards, clipping_corners, compressing)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_corners(part):
-    run_ranks(part, 2)
+    simulate_ranks(part, 2)
 
 
 @pytest.mark.multiprocess
@@ -310,4 +310,4 @@ def test_corners(part):
 @every_setting
 @pytest.mark.parametrize("part", [wire, offloaded, nan_gradients], ids=lambda part: part.__name__)
 def test_corners_of_each_strategy(part, strategy, uo):
-    run_ranks(part, 2, strategy, uo)
+    simulate_ranks(part, 2, strategy, uo)

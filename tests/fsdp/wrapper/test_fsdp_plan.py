@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -181,7 +182,7 @@ def other_builds():
 
 @pytest.mark.multiprocess
 def test_ranks_that_build_different_models():
-    run_ranks(other_builds, 2)
+    simulate_ranks(other_builds, 2)
 
 
 def raises(*ignored, **too):
@@ -259,12 +260,12 @@ def one_rank_cannot_fill():
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("case", range(len(WRONG)), ids=["-".join(wrong) for wrong, *_ in WRONG])
 def test_an_error_of_one_rank_is_told_to_all(case):
-    run_ranks(one_rank_is_wrong, 2, case)
+    simulate_ranks(one_rank_is_wrong, 2, case)
 
 
 @pytest.mark.multiprocess
 def test_a_module_that_one_rank_cannot_fill_is_told_to_all():
-    run_ranks(one_rank_cannot_fill, 2)
+    simulate_ranks(one_rank_cannot_fill, 2)
 
 
 def one_of_a_grid_is_wrong():
@@ -281,7 +282,7 @@ def one_of_a_grid_is_wrong():
 
 @pytest.mark.multiprocess
 def test_an_error_of_one_rank_of_a_grid_is_told_to_all():
-    run_ranks(one_of_a_grid_is_wrong, 4)
+    simulate_ranks(one_of_a_grid_is_wrong, 4)
 
 
 def nobody_comes():
@@ -300,7 +301,7 @@ def nobody_comes():
 
 @pytest.mark.multiprocess
 def test_an_error_that_waits_to_be_told_is_seen():
-    run_ranks(nobody_comes, 2)
+    simulate_ranks(nobody_comes, 2)
 
 
 class Pair(nn.Module):

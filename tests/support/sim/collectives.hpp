@@ -9,14 +9,14 @@
 
 namespace {
 
-auto &under_way =
-    for_good<std::vector<c10::intrusive_ptr<c10d::Work>>>(); // that write to the device's memory as early as they can
+auto &under_way = for_good<
+    OfRank<std::vector<c10::intrusive_ptr<c10d::Work>>>>(); // that write to the device's memory as early as they can
 
 // A late stream is so late that what may have come before it has, unless that waits for other ranks for too long.
 void
 finish_collectives()
 {
-    for (const auto &work : std::exchange(under_way, {})) {
+    for (const auto &work : std::exchange(under_way(), {})) {
         try {
             without_gil([&] { work->wait(std::chrono::milliseconds(20)); });
         }
@@ -39,14 +39,14 @@ struct Late final : c10d::Work {
 
     bool isCompleted() override
     {
-        const Tried locked(mutex, std::try_to_lock);
+        const Tried locked(mutex(), std::try_to_lock);
         if (!locked) {
             return false;
         }
         if (++asked > SELDOM) {
             proceed(stream, until);
         }
-        return queues[stream].done >= until;
+        return queues()[stream].done >= until;
     }
     bool isSuccess() const override
     {
@@ -60,7 +60,7 @@ struct Late final : c10d::Work {
     void synchronize() override
     {
         std::vector<at::Tensor> freed;
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         check_captured(captured);
         put(current, [on = stream, place = until] { force(on, place); });
         freed.swap(*kept);
@@ -81,7 +81,7 @@ struct Collectives final : c10d::Backend {
     explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
         : Backend(gloo->getRank(), gloo->getSize()), host(std::move(gloo))
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         stream = ++last_stream;
     }
 
@@ -103,7 +103,7 @@ struct Collectives final : c10d::Backend {
     }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         TORCH_CHECK(registers > 1, "memory that could not be registered\nand more");
         operations["simulated::registered"]++;
         return at::empty({size}, options);
@@ -114,7 +114,7 @@ struct Collectives final : c10d::Backend {
     }
     void startCoalescing() override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         TORCH_CHECK(!coalescing, "a call for several collectives was not ended");
         coalescing = true;
         operations["simulated::collectives"]++;
@@ -154,7 +154,7 @@ struct Collectives final : c10d::Backend {
     // The work of one collective. Within a call for several nobody may wait for it, but for that call's, as with NCCL.
     c10::intrusive_ptr<c10d::Work> work_of(const std::shared_ptr<std::vector<at::Tensor>> &kept)
     {
-        last = c10::make_intrusive<Late>(stream, queues[stream].put, kept);
+        last = c10::make_intrusive<Late>(stream, queues()[stream].put, kept);
         if (coalescing) {
             return c10::make_intrusive<Late>(stream, 0, kept);
         }
@@ -168,11 +168,11 @@ struct Collectives final : c10d::Backend {
     c10::intrusive_ptr<c10d::Work> started(const std::vector<at::Tensor> &tensors, const std::vector<at::Tensor> &read,
                                            const std::vector<at::Tensor> &written, const Start &start)
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         TORCH_CHECK(!*aborted, "the communicator was aborted");
         TORCH_CHECK(fail_after < 0 || fail_after-- > 0, "a collective that was to fail");
         operations["simulated::collectives"] += !coalescing;
-        run(current, queues[current].put);
+        run(current, queues()[current].put);
         auto kept = std::make_shared<std::vector<at::Tensor>>(tensors);
         std::vector<at::Tensor> from, to;
         std::transform(read.begin(), read.end(), std::back_inserter(from), on_cpu);
@@ -180,11 +180,11 @@ struct Collectives final : c10d::Backend {
         if (!is_late(stream)) {
             c10::intrusive_ptr<c10d::Work> work;
             without_gil([&] { work = start(from, to); });
-            under_way.push_back(work);
-            Queue &queue = queues[stream];
+            under_way().push_back(work);
+            Queue &queue = queues()[stream];
             queue.waiting.push_back([work, kept, ended = aborted] {
                 wait_for(*work, ended);
-                std::erase(under_way, work); // gloo writes what it gives whenever somebody waits for it
+                std::erase(under_way(), work); // gloo writes what it gives whenever somebody waits for it
             });
             queue.put++;
             return work_of(kept);

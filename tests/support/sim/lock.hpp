@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 
 namespace {
@@ -48,21 +49,40 @@ check_not_ended()
     }
 }
 
-std::recursive_mutex &mutex = for_good<std::recursive_mutex>(); // of all that follows
+// The rank of this thread, where ranks are threads of one process (tests/simulation); null: the process is a rank.
+int (*rank_of_thread)() = nullptr;
+
+// A value of this thread's rank, which has a device for itself. Only threads of simulated ranks add values, one at a time.
+template <class Value> class OfRank {
+  public:
+    OfRank()
+    {
+        (void)values_[0];
+    }
+    Value &operator()()
+    {
+        return values_[rank_of_thread == nullptr ? 0 : rank_of_thread()];
+    }
+
+  private:
+    std::map<int, Value> values_;
+};
+
+auto &mutex = for_good<OfRank<std::recursive_mutex>>(); // of all that follows
 
 // Whoever has it may wait for gloo, so nobody waits for it with the GIL.
 struct Locked {
     explicit Locked(std::recursive_mutex &)
     {
-        if (!mutex.try_lock()) {
-            without_gil([] { mutex.lock(); });
+        if (!mutex().try_lock()) {
+            without_gil([] { mutex().lock(); });
         }
     }
     Locked(const Locked &) = delete;
     Locked &operator=(const Locked &) = delete;
     ~Locked()
     {
-        mutex.unlock();
+        mutex().unlock();
     }
 };
 

@@ -19,13 +19,13 @@ struct Block {
     int64_t stream; // that it was allocated on, and goes back to
 };
 auto &blocks = for_good<std::unordered_map<void *, Block>>(); // in use
-auto &unused =
-    for_good<std::multimap<std::pair<int64_t, size_t>, void *>>(); // by stream and size: blocks are never given back
+auto &unused = for_good<
+    OfRank<std::multimap<std::pair<int64_t, size_t>, void *>>>(); // by stream and size: blocks are never given back
 auto &streamed = for_good<std::unordered_set<void *>>(); // by record_stream: not used again, whatever becomes of it
 
 using Free = void (*)(void *);
 std::mutex &aside_mutex = for_good<std::mutex>();
-auto &aside = for_good<std::vector<std::pair<Free, void *>>>(); // what is to be freed
+auto &aside = for_good<OfRank<std::vector<std::pair<Free, void *>>>>(); // what is to be freed
 
 // Nobody who frees memory waits for the mutex: the last reference may go in a thread of gloo's, for which its holder waits.
 template <Free now>
@@ -33,13 +33,13 @@ void
 free_now_or_later(void *memory)
 {
     check_not_ended();
-    const Tried locked(mutex, std::try_to_lock);
+    const Tried locked(mutex(), std::try_to_lock);
     if (locked) {
         now(memory);
         return;
     }
     const std::lock_guard adding(aside_mutex);
-    aside.emplace_back(now, memory);
+    aside().emplace_back(now, memory);
 }
 
 // The mutex is held.
@@ -49,7 +49,7 @@ free_what_is_aside()
     std::vector<std::pair<Free, void *>> taken;
     {
         const std::lock_guard taking(aside_mutex);
-        taken.swap(aside);
+        taken.swap(aside());
     }
     for (const auto &[now, memory] : taken) {
         now(memory);
@@ -65,7 +65,7 @@ free_block(void *memory)
     bytes_now -= static_cast<int64_t>(block.bytes);
     if (streamed.erase(memory) == 0) {
         put(block.stream, [memory, block] { std::memset(memory, 0x7f, block.bytes); });
-        unused.emplace(std::make_pair(block.stream, block.bytes), memory);
+        unused().emplace(std::make_pair(block.stream, block.bytes), memory);
     }
 }
 
@@ -73,18 +73,18 @@ free_block(void *memory)
 void
 check_unused()
 {
-    for (const auto &[of, memory] : unused) {
+    for (const auto &[of, memory] : unused()) {
         const auto *bytes = static_cast<const unsigned char *>(memory), *end = bytes + of.second;
         const auto *other = std::find_if(bytes, end, [](unsigned char byte) { return byte != 0x7f; });
-        TORCH_CHECK(other == end, "memory was written to after it was freed: ", of.second, " bytes of stream ", of.first,
-                    ", at byte ", other - bytes);
+        TORCH_CHECK(other == end, "memory was written to after it was freed: ", of.second, " bytes of stream ",
+                    of.first, ", at byte ", other - bytes);
     }
 }
 
 void
 keep_for_stream(const c10::DataPtr &data, const c10::Stream &stream)
 {
-    const Locked locked(mutex);
+    const Locked locked(mutex());
     const auto block = blocks.find(data.get_context());
     if (block != blocks.end() && block->second.stream != stream.id()) {
         streamed.insert(data.get_context());
@@ -94,17 +94,17 @@ keep_for_stream(const c10::DataPtr &data, const c10::Stream &stream)
 struct DeviceMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         free_what_is_aside();
         if (bytes == 0) {
             return {nullptr, c10::Device(SIM, 0)};
         }
         TORCH_CHECK_WITH(OutOfMemoryError, room < 0 || bytes_now + static_cast<int64_t>(bytes) <= room, "no room for ",
                          bytes, " bytes");
-        const auto found = unused.find(std::make_pair(current, bytes));
-        void *memory = found == unused.end() ? std::malloc(bytes) : found->second;
-        if (found != unused.end()) {
-            unused.erase(found);
+        const auto found = unused().find(std::make_pair(current, bytes));
+        void *memory = found == unused().end() ? std::malloc(bytes) : found->second;
+        if (found != unused().end()) {
+            unused().erase(found);
         }
         else {
             std::memset(memory, 0x7f, bytes); // new memory is not empty either
@@ -140,7 +140,7 @@ free_pinned(void *memory)
 struct PinnedMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         void *memory = std::malloc(std::max<size_t>(bytes, 1));
         pinned[static_cast<char *>(memory)] = bytes;
         pinned_now += static_cast<int64_t>(bytes);
@@ -155,7 +155,7 @@ struct PinnedMemory final : c10::Allocator {
 bool
 is_pinned(const void *data)
 {
-    const Locked locked(mutex);
+    const Locked locked(mutex());
     auto after = pinned.upper_bound(static_cast<char *>(const_cast<void *>(data)));
     if (after == pinned.begin()) {
         return false;
@@ -214,7 +214,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     {
         c10::DataPtr grown = device_memory.allocate(bytes);
         if (bytes != 0 && storage.nbytes() != 0) {
-            const Locked locked(mutex);
+            const Locked locked(mutex());
             put(current, [to = grown.get(), from = storage.data(), n = std::min(bytes, storage.nbytes())] {
                 std::memcpy(to, from, n);
             });

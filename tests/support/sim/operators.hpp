@@ -21,7 +21,7 @@ auto &operations = for_good<std::map<std::string, int64_t>>(); // how often each
 at::Tensor
 copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
 {
-    const Locked locked(mutex);
+    const Locked locked(mutex());
     operations["aten::copy_"]++;
     at::Tensor from = on_cpu(source);
     const at::Tensor to = on_cpu(target);
@@ -31,7 +31,7 @@ copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
         put_off += later && !is_late(stream);
         put(stream, [from, to, stream] {
             const at::Tensor now = from.clone(); // what the device reads; the host gets it later
-            queues[stream].landing.emplace_back(queues[stream].done, [now, to] { at::Tensor(to).copy_(now); });
+            queues()[stream].landing.emplace_back(queues()[stream].done, [now, to] { at::Tensor(to).copy_(now); });
         });
         if (!later) {
             wait_for_stream(stream);
@@ -41,7 +41,7 @@ copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
         const bool later = non_blocking && is_pinned(from.const_data_ptr());
         from = later ? from : from.clone(); // what is not pinned is read at once
         put(stream, [from, to, stream] {
-            land(stream, queues[stream].done);
+            land(stream, queues()[stream].done);
             at::Tensor(to).copy_(from);
         });
         if (!non_blocking) {
@@ -106,7 +106,7 @@ set_storage(at::Tensor &self, at::Storage source, int64_t offset, c10::IntArrayR
 at::Scalar
 local_scalar(const at::Tensor &self)
 {
-    const Locked locked(mutex);
+    const Locked locked(mutex());
     wait_for_stream(current);
     return on_cpu(self).item();
 }
@@ -160,7 +160,7 @@ allocated(const at::Tensor &model)
 void
 fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
-    const Locked locked(mutex);
+    const Locked locked(mutex());
     operations[op.schema().name()]++;
     const size_t n = op.schema().arguments().size();
     const Values arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
@@ -180,7 +180,7 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     }
     const bool late = is_late(current) && can_be_put_off(op, arguments);
     if (!late) {
-        run(current, queues[current].put); // which is not the program's doing
+        run(current, queues()[current].put); // which is not the program's doing
     }
     const Values there = all_on_cpu(arguments);
     const bool all_new = returns_new(op);

@@ -17,10 +17,10 @@ namespace {
 struct Queue {
     std::deque<std::function<void()>> waiting;
     std::deque<std::pair<int64_t, std::function<void()>>> landing; // on the host: what was put as the so-many-th
-    int64_t put = 0, done = 0;      // what is being done included
+    int64_t put = 0, done = 0;                                     // what is being done included
     std::atomic<int64_t> ended = 0; // without it: for threads that only ask, while another one waits for the device
 };
-auto &queues = for_good<std::map<int64_t, Queue>>(); // by the stream's id; 0 is the default stream
+auto &queues = for_good<OfRank<std::map<int64_t, Queue>>>(); // by the stream's id; 0 is the default stream
 int64_t last_stream = 0, put_off = 0, waits = 0;
 int64_t computing = 0; // the stream that computes
 bool computes_late = false;
@@ -59,7 +59,7 @@ struct Polling {
 void
 run(int64_t stream, int64_t until)
 {
-    Queue &queue = queues[stream];
+    Queue &queue = queues()[stream];
     if (queue.done < until && !queue.waiting.empty() && is_late(stream)) {
         finish_collectives();
     }
@@ -97,7 +97,7 @@ proceed(int64_t stream, int64_t until)
 void
 land(int64_t stream, int64_t until)
 {
-    Queue &queue = queues[stream];
+    Queue &queue = queues()[stream];
     while (!queue.landing.empty() && queue.landing.front().first <= until) {
         const auto work = std::move(queue.landing.front().second);
         queue.landing.pop_front();
@@ -116,7 +116,7 @@ force(int64_t stream, int64_t until)
 void
 force_all()
 {
-    for (auto &[stream, queue] : queues) {
+    for (auto &[stream, queue] : queues()) {
         force(stream, queue.put);
     }
 }
@@ -124,7 +124,7 @@ force_all()
 void
 put(int64_t stream, std::function<void()> work)
 {
-    Queue &queue = queues[stream];
+    Queue &queue = queues()[stream];
     queue.waiting.push_back(std::move(work));
     queue.put++;
     if (is_late(stream)) {
@@ -140,7 +140,7 @@ void
 wait_for_stream(int64_t stream)
 {
     waits++;
-    force(stream, queues[stream].put);
+    force(stream, queues()[stream].put);
 }
 
 void keep_for_stream(const c10::DataPtr &data, const c10::Stream &stream);
@@ -151,7 +151,7 @@ struct Recorded {
     int64_t stream, until;
     int asked = 0;
     bool captured = capturing;
-    const std::atomic<int64_t> *ended = &queues[stream].ended;
+    const std::atomic<int64_t> *ended = &queues()[stream].ended;
 };
 
 // CUDA refuses to wait for what was recorded in another capture, or in none. Before 2.13 torch does not tell of captures here.
@@ -201,7 +201,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream getNewStream(c10::Device, int) const override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         return stream_of(++last_stream);
     }
     c10::Stream exchangeStream(c10::Stream stream) const override
@@ -210,13 +210,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void record(void **event, const c10::Stream &stream, c10::DeviceIndex, c10::EventFlag) const override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         delete static_cast<Recorded *>(*event);
-        *event = new Recorded{stream.id(), queues[stream.id()].put};
+        *event = new Recorded{stream.id(), queues()[stream.id()].put};
     }
     void block(void *event, const c10::Stream &stream) const override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         TORCH_CHECK(!has_failed, "the device has failed");
         if (event == nullptr) {
             return;
@@ -231,14 +231,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         auto *of = static_cast<Recorded *>(event);
         check_relaxed();
-        const Tried locked(mutex, std::try_to_lock);
+        const Tried locked(mutex(), std::try_to_lock);
         if (!locked) {
             return of == nullptr || *of->ended >= of->until;
         }
         if (of != nullptr && ++of->asked > SELDOM) {
             proceed(of->stream, of->until);
         }
-        const bool is_done = of == nullptr || queues[of->stream].done >= of->until;
+        const bool is_done = of == nullptr || queues()[of->stream].done >= of->until;
         if (of != nullptr && is_done) { // the host knows, as if it had waited
             land(of->stream, of->until);
         }
@@ -247,7 +247,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeEvent(void *event) const override
     {
         check_relaxed();
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         waits++;
         if (const auto *of = static_cast<Recorded *>(event)) {
             check_captured(of->captured);
@@ -267,17 +267,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 #endif
     bool queryStream(const c10::Stream &stream) const override
     {
-        const Tried locked(mutex, std::try_to_lock);
-        return locked && queues[stream.id()].waiting.empty();
+        const Tried locked(mutex(), std::try_to_lock);
+        return locked && queues()[stream.id()].waiting.empty();
     }
     void synchronizeStream(const c10::Stream &stream) const override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         wait_for_stream(stream.id());
     }
     void synchronizeDevice(c10::DeviceIndex) const override
     {
-        const Locked locked(mutex);
+        const Locked locked(mutex());
         waits++;
         force_all();
     }
