@@ -125,9 +125,10 @@ troubled: list[GroupTrace] = []
 def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     """Tell the ranks that share ``parts`` that ``error`` has ended a collective call here. This process goes on.
 
-    Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception.
+    Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception,
+    nor after the end of the process group: nobody waits for this rank.
     """
-    if not isinstance(error, Exception) or isinstance(error, OrderError):
+    if not isinstance(error, Exception) or isinstance(error, OrderError) or not dist.is_initialized():
         return
     with contextlib.suppress(StoreGoneError):
         for trace in {trace_of(group, part.device) for part in parts for group in part.groups}:

@@ -14,6 +14,8 @@ Promises:
 - a load hook that raises between units on one rank is named by all:
   `test_a_load_hook_that_raises_between_units_is_named`; also before the first collective of an unpickled model:
   `test_a_load_hook_that_raises_in_a_new_process_is_named`
+- once the process group is destroyed, a backward outside of the model raises the user's exception unchanged:
+  `test_an_exception_after_the_process_group_stays_as_it_is`
 """
 
 import datetime
@@ -407,3 +409,21 @@ def test_a_load_hook_that_raises_in_a_new_process_is_named(tmp_path):
     assert [code for code, _, _ in ends] == [3, 3, 3], ends
     for (_, _, said), name in zip(ends, ["OrderError", "ValueError", "OrderError"], strict=True):
         assert re.match(rf"{name}: .*batch 17 is bad", said), said
+
+
+def raises_after_the_process_group():
+    model = FSDP(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+    x = torch.ones(2, requires_grad=True)
+    # The graph of a reentrant checkpoint is not known: it may be the model's
+    with pytest.raises(ValueError, match="batch 17") as error:
+        checkpoint(Fails.apply, x, use_reentrant=True).sum().backward()
+    note(str(error.value))
+    os._exit(3)  # without the process group the rank does not end as others do
+
+
+def test_an_exception_after_the_process_group_stays_as_it_is():
+    ends = ends_of_ranks(raises_after_the_process_group, 2)
+    assert [code for code, _, _ in ends] == [3, 3], ends
+    assert ["batch 17 is bad" in said for _, _, said in ends] == [True, True], ends
