@@ -27,6 +27,8 @@ class Reference:
     def __init__(self, program):
         self.program = program
         self.module = build(program)
+        self.names = dict(self.module.named_parameters())
+        self.all_names = dict(self.module.named_parameters(remove_duplicate=False))
         self.optimizer = OPTIMIZERS[program["phases"][0]["optimizer"]](self.module.parameters())
         self.buffers = [self._buffers()]
         self.kind = None  # of the file that the phase loads
@@ -79,12 +81,14 @@ class Reference:
             module = self._computing()
             loss = loss_of(self._forward(module, key, rank))
             mine = []
-            before = [param.grad for param in module.parameters()]
+            params = self.names if module is self.module else dict(module.named_parameters())
+            before = [param.grad for param in params.values()]
             for i in range(backwards):
-                module.zero_grad()
+                for param in params.values():
+                    param.grad = None
                 loss.backward(retain_graph=i < backwards - 1)
-                mine.append({name: param.grad for name, param in module.named_parameters()})
-            for param, grad in zip(module.parameters(), before, strict=True):
+                mine.append({name: param.grad for name, param in params.items()})
+            for param, grad in zip(params.values(), before, strict=True):
                 param.grad = grad
             found.append(mine)
             self._keep_buffers(rank, module)
@@ -100,7 +104,7 @@ class Reference:
 
     def _add(self, of_ranks, synced):
         """Add gradients of one backward, dicts by rank."""
-        for name, param in self.module.named_parameters():
+        for name, param in self.names.items():
             grads = [each[name] for each in of_ranks]
             kept = self.kept.get(name)
             if kept is None and all(grad is None for grad in grads):
@@ -139,16 +143,16 @@ class Reference:
     def _step(self):
         clip = self.phase["clip"]
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_([p for p in self.module.parameters() if p.numel()], clip, float("inf"))
-        grads = {name: param.grad for name, param in self.module.named_parameters(remove_duplicate=False)}
+            torch.nn.utils.clip_grad_norm_([p for p in self.names.values() if p.numel()], clip, float("inf"))
+        grads = {name: param.grad for name, param in self.all_names.items()}
         self.events.append(("gradients", {n: None if grad is None else grad.clone() for n, grad in grads.items()}))
         self.optimizer.step()
         self.clear(self.phase["set_to_none"])
         self._note_parameters()
 
     def _note_parameters(self):
-        named = self.module.named_parameters(remove_duplicate=False)
-        self.events.append(("parameters", {name: param.detach().clone() for name, param in named}))
+        found = {name: param.detach().clone() for name, param in self.all_names.items()}
+        self.events.append(("parameters", found))
 
     def _clear(self):
         self.clear(self.phase["set_to_none"])
@@ -162,7 +166,7 @@ class Reference:
         self.events.append(("output", self.outputs))
 
     def _raise(self, key, layer, where):
-        before = [param.grad for param in self.module.parameters()]
+        before = [param.grad for param in self.names.values()]
         for rank in range(self.phase["size"]):
             self.outputs = []
             module = self._computing()
@@ -173,7 +177,7 @@ class Reference:
                 pass
             module.layers[layer].raises = None
             self._keep_buffers(rank, module)
-        for param, grad in zip(self.module.parameters(), before, strict=True):
+        for param, grad in zip(self.names.values(), before, strict=True):
             param.grad = grad
         self.clear()
 

@@ -1,7 +1,7 @@
 """Play a random program on simulated ranks, beside its reference: ``play``."""
 
 import contextlib
-import copy
+import gc
 import tempfile
 import traceback
 import warnings
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
+from flatparam.fsdp.unit.registry import hold_changes
 
 from . import bitwise
 from .programs import DEFAULTS, GRIDS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
@@ -32,16 +33,17 @@ def play(program):
 
     warnings.simplefilter("ignore")
 
-    reference, initial = Reference(program), build(program)
+    reference = Reference(program)
     carried, seconds, digests = None, 0.0, []
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
         for i, phase in enumerate(program["phases"]):
             phase = DEFAULTS | phase
             events = reference.play(phase)
             saved = Path(folder, str(i))
+            modules = {rank: build(program) for rank in range(phase["size"])}
 
-            def live(rank, phase=phase, events=events, carried=carried, saved=saved):
-                return _Rank(rank, program, phase, copy.deepcopy(initial), iter(events)).live(carried, saved)
+            def live(rank, phase=phase, events=events, carried=carried, saved=saved, modules=modules):
+                return _Rank(rank, program, phase, modules.pop(rank), iter(events)).live(carried, saved)
 
             run = ranks.simulate(live, phase["size"], program["seed"]).must_end()
             carried = run.results[0]
@@ -184,9 +186,16 @@ class _Rank:
         return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
 
 
+class _Programs:
+    """Lives as long as programs are played."""
+
+
 def play_seeds(first, last):
     """Play the programs of seeds until one fails; return a list of (seed, virtual seconds, digests, error or None)."""
     found = []
+    gc.disable()  # each run collects before and after it
+    programs = _Programs()
+    hold_changes(programs)  # to make and undo them for each world takes as long as its steps
     for seed in range(first, last):
         try:
             found.append((seed, *play(draw(seed)), None))
