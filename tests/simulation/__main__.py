@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import process, shrinking, training
@@ -26,11 +27,9 @@ class Runner:
         self._next, self._lock = first, threading.Lock()
 
     def run(self, processes):
-        threads = [threading.Thread(target=self._work) for _ in range(processes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(processes) as pool:
+            for work in [pool.submit(self._work) for _ in range(processes)]:
+                work.result()  # raises: seeds that nobody has played are no success
 
     def _take(self):
         with self._lock:
