@@ -229,6 +229,22 @@ all_reduce(const fp_group &group, const at::Tensor &tensor, double factor)
     return started(group, tensor, [&](auto &native) { return native.allreduce(tensors, options); });
 }
 
+c10::intrusive_ptr<c10d::Work>
+exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent)
+{
+    at::Tensor output = as_sent(received), input = as_sent(sent);
+    std::vector<int64_t> sizes(2, input.numel()); /* by rank: nothing to itself */
+    sizes[static_cast<size_t>(group.native->getRank())] = 0;
+    return started(group, input, [&](auto &native) {
+        if constexpr (requires { native.all_to_all_single(output, input, sizes, sizes); }) {
+            return native.all_to_all_single(output, input, sizes, sizes);
+        }
+        else {
+            return native.alltoall_base(output, input, sizes, sizes);
+        }
+    });
+}
+
 void
 call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
             const fp_group &group)

@@ -11,7 +11,6 @@
 //   accumulated -> reduce_output [shard_numel]   over outer_group
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cmath>
 
@@ -48,54 +47,91 @@ factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor 
                : 1.0;
 }
 
+// How a gradient is reduced over a group. All ranks of the group choose alike.
+enum class Way {
+    python,   // by a call of Python
+    backend,  // by the backend's reduce-scatter
+    in_place, // gloo, whose reduce-scatter is an all-reduce of a copy: by an all-reduce, whose wait can be interrupted
+    exchange, // gloo with two ranks: each sends the other its part, and adds. The bits are the same in either order. It takes
+              // 0.55 to 0.7 of the time of the all-reduce (4 to 64 MiB), as half of the bytes are sent
+};
+
+Way
+way_over(const fp_group &group, const at::Tensor &tensor, PyObject *collectives)
+{
+    if (collectives != nullptr || !group.native) {
+        return Way::python;
+    }
+    if (!group.sliced) {
+        return Way::backend;
+    }
+    return group.native->getSize() == 2 && tensor.is_cpu() ? Way::exchange : Way::in_place;
+}
+
+// The part of reduce_input that the rank `after` this one keeps: [total / size of group].
+at::Tensor
+part_of(const fp_flat_buffer &flat, const fp_group &group, int after)
+{
+    const int64_t size = group.native->getSize(), numel = flat.reduce_input.numel() / size;
+    const int64_t rank = (group.native->getRank() + after) % size;
+    return alias(flat.reduce_input, numel, int64_t{1}, flat.reduce_input.storage_offset() + rank * numel);
+}
+
 // Wait for the pending reduction, if there is one. Throws: it has failed, and fails again in the next call; or the wait was
 // interrupted, and may be repeated.
 void
 wait_for_reduction(fp_flat_buffer &flat)
 {
     const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction.work;
+    const bool scatters = flat.reduce_input.defined() && flat.reduce_output.numel() < flat.reduce_input.numel();
     try {
         wait_for(flat.reduction);
+        if (reduction && scatters && way_over(*flat.reduction.group, flat.reduce_input, nullptr) == Way::exchange) {
+            const How how = {.scale = std::nullopt, .accumulate = true};
+            convert(flat.reduce_output, part_of(flat, *flat.reduction.group, 0), how);
+            flat.reduce_input.reset();
+        }
     }
     catch (...) {
         flat.reduction.work = reduction; // a failed work fails again
         throw;
     }
-    if (flat.reduce_input.defined() && flat.reduce_output.numel() < flat.reduce_input.numel() &&
+    if (scatters && flat.reduce_input.defined() &&
         storage_of(flat.reduce_output) == storage_of(flat.reduce_input)) { /* reduced in place */
         check_memory(flat.reduce_output, name_of(flat));
         flat.reduce_output = flat.reduce_output.clone();
     }
 }
 
-// Start to reduce reduce_input over group to reduce_output, which gets numel elements. gloo's reduce_scatter is an all-reduce
-// of a copy, whose wait cannot be interrupted. An all-reduce in place can be, and needs no copy: reduce_output is a slice of
-// reduce_input until the wait. Under a dispatch mode it is a reduce_scatter all the same: tools that count collectives then
-// see the one they expect.
+// Start to reduce reduce_input over group to reduce_output, which gets numel elements.
 void
 reduce_over(fp_flat_buffer &flat, fp_group &group, int64_t numel, PyObject *collectives)
 {
-    const bool by_python = collectives != nullptr || !group.native;
-    const bool in_place = !by_python && group.sliced && !c10::impl::dispatch_mode_enabled();
     check_memory(flat.reduce_input, name_of(flat)); /* it may be the accumulated gradient, which users reach by .grad */
-    if (in_place) {
-        flat.reduce_output = alias(flat.reduce_input, numel, int64_t{1},
-                                   flat.reduce_input.storage_offset() + group.native->getRank() * numel);
+    const Way way = way_over(group, flat.reduce_input, collectives);
+    if (way == Way::in_place) {
+        flat.reduce_output = part_of(flat, group, 0);
     }
     else {
         flat.reduce_output = empty_for(&group, numel, flat.reduce_input.options());
     }
     announce(group, FP_EVENT_REDUCES, flat.trained);
-    if (by_python) {
-        call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
-    }
-    else if (in_place) {
-        flat.reduction.begin(group, all_reduce(group, flat.reduce_input));
-    }
-    else {
-        const double factor = factor_over(flat, group, flat.reduce_input);
-        flat.reduction.begin(group, reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor));
-        flat.is_divided = factor != 1.0;
+    switch (way) {
+        case Way::python:
+            call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
+            break;
+        case Way::in_place:
+            flat.reduction.begin(group, all_reduce(group, flat.reduce_input));
+            break;
+        case Way::exchange:
+            flat.reduction.begin(group, exchange(group, flat.reduce_output, part_of(flat, group, 1)));
+            break;
+        case Way::backend: {
+            const double factor = factor_over(flat, group, flat.reduce_input);
+            flat.reduction.begin(group, reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor));
+            flat.is_divided = factor != 1.0;
+            break;
+        }
     }
 }
 
