@@ -305,6 +305,7 @@ def test_the_device_is_named_and_the_peak_of_a_gpu(device, name, peaks, tmp_path
     found = results(facts=[messages.Facts("2", 1, 1, run, "an engine", name) for run in messages.RUNS])
     for run in found.runs.values():
         run.memory = [messages.Memory(4, 4, 8, (1 << 20) if device == "cuda" else None)]
+        run.losses = [[3 + math.sin(step * step)] for step in range(450)]  # as long and as rough as a real curve
     text = report.report(settings, found, [])
     assert f"ranks: 2, on {name}; full-shard, fp32" in text
     assert text.count("peak") == text.count("peak allocated on the GPU") == peaks
