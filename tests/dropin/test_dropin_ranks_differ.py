@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import fake_world, handle_of, note, run_ranks
+from thread_ranks import forget_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -130,7 +131,7 @@ def in_detail(differs):
                 model = wrapped(TwoPaths(), False)  # with original parameters torch's message is a KeyError
             else:
                 model = wrapped(frozen() if dist.get_rank() else net(), True)
-            with pytest.raises(RuntimeError) as told:  # noqa: PT011: the two are compared
+            with pytest.raises(RuntimeError) as told:  # the two are compared
                 model(torch.ones(2, 6)).sum().backward()
             errors.append(str(told.value)[:40])
     return errors
@@ -258,7 +259,7 @@ def rank_in_thread(rank, store):
             model(torch.ones(2, 6))
         return str(told.value)
     finally:
-        dist.destroy_process_group()
+        forget_world()
 
 
 def in_threads():

@@ -20,13 +20,15 @@ GLOO = dist.ProcessGroup.BackendType.GLOO
 def make_world(rank, size, store, connects=True):
     """Make the world of this thread: rank ``rank`` of ``size``, with gloo on the CPU.
 
-    ``connects``: wait for the other ranks. Without it the world has no collectives.
+    ``connects``: wait for the other ranks. Without it the first collective connects, and there must be none.
     """
     name = f"world of rank {rank}"
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(GLOO)
-    place = (dist.PrefixStore("gloo", store), rank, size) if connects else (dist.HashStore(), 0, 1)
-    backend = dist.ProcessGroupGloo(*place, timeout=datetime.timedelta(seconds=30))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=not connects)]
+    options._timeout = datetime.timedelta(seconds=30)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     group._register_backend(torch.device("cpu"), GLOO, backend)
     group._set_group_name(name)
     world = distributed_c10d._world

@@ -83,7 +83,6 @@ with fake_world(4):
 """
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="its fake groups do not write to what is gathered")
 @pytest.mark.sweep(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
