@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ...common.torch_private import REGISTRY_KEY
 from ..errors import StateError
+from .unit import units_of
 
 STATES = (
     "Save model.state_dict(), which is whole on every rank, with any tool, and optimizer.state_dict(), which is this "
@@ -63,8 +64,7 @@ def of_whole_values(wrapper: Any, save: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         given = any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict")))
-        units = [unit for module in wrapper.modules() if (unit := vars(module).get("_unit")) is not None]
-        for unit in units if not given else ():
+        for unit in () if given else units_of(wrapper.modules()):
             if unit.summoned is None and any(flat_param.is_sharded for flat_param in unit.flat_params):
                 raise StateError(
                     f"save_pretrained(): the parameters of {unit.name} are this rank's pieces, which would be saved as "
