@@ -310,7 +310,7 @@ class Backend : public c10d::Backend {
     {
         const Milliseconds patience = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
         const auto work = c10::make_intrusive<Work>(all_, group_, rank_, key, type, outputs, patience, peer);
-        if (group_->works.size() > 8 * group_->counts.size()) { /* works that nobody waits for */
+        if (group_->works.size() > 8 * group_->counts.size()) { /* drop finished works that no rank holds */
             std::erase_if(group_->works,
                           [](const auto &each) { return !each.second->is_pending() && each.second.use_count() == 1; });
         }

@@ -8,7 +8,7 @@ import functools
 
 import torch.distributed as dist
 
-_replaced = {}  # while a rank has a function of its own: by the name in torch.distributed, that of each such rank
+_replaced = {}  # name in torch.distributed -> (torch's function, {rank: its replacement}), while a rank has one
 
 
 @contextlib.contextmanager
