@@ -40,7 +40,7 @@ from ..fsdp.sharding.placement import Placement, place
 from ..fsdp.sharding.unit_description import describe_unit
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.summon import refuse_unreduced
-from .transport import Pieces, described, move
+from .transport import Held, Pieces, described, move
 
 _WHAT = "elastic.resize"
 _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it there"
@@ -78,18 +78,31 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
     holders = rendezvous.agree(lambda: moving.plan_old(extra), moving.compare)
     group = _group_of(list(ranks))
-    table = described(moving.plan) if moving.holds else None
-    told = gather_objects(SetupCollective.RESIZES, table, _world())
-    try:
-        rendezvous.agree(lambda: moving.bind([told[rank] for rank in holders], group), lambda said: None)
-        rendezvous.agree(moving.compare_units, lambda said: None)
-        sent = move(moving.source, moving.reads, moving.plan.parts, holders)
-        rendezvous.agree(lambda: None, lambda said: None, is_last=True)
-    except BaseException:
-        moving.undo()
-        raise
-    moving.commit()
-    return Resized(sent, None if moving.loading is None else moving.loading.extra)
+    here = {holders.index(dist.get_rank()): Held(described(moving.plan), moving.plan.parts)} if moving.holds else {}
+    return moving.carry_out(rendezvous, here, group)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises: StateError naming a unit that cannot be bound to other ranks."""
+    _Moving(model, None, []).check_units()
+
+
+def leave(model: nn.Module) -> None:
+    """Bind the units of ``model`` to no ranks, and drop their values. Not a collective call; also after a failure."""
+    for wrapper in (inner for inner in model.modules() if isinstance(inner, Wrapper)):
+        wrapper._forget_interrupted()
+        wrapper._unit.bind(Placement(), False)
+        wrapper._placement = Placement()
+
+
+def enter(model: nn.Module, optimizer: Any, here: dict[int, Held]) -> Any:
+    """Bind a model that has left its ranks to all ranks of the world, with the state that the ranks hold.
+
+    All ranks of the world must call it. ``here``: the number of an old rank -> its boxes, on this rank.
+    Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
+    """
+    moving = _Moving(model, optimizer, list(range(_world().size())))
+    return moving.carry_out(Rendezvous(None, SetupCollective.RESIZES, model), here, _world()).extra
 
 
 def _world() -> Any:
@@ -132,7 +145,7 @@ class _Moving:
             or not 0 <= self.ranks[0] <= self.ranks[-1] < world.size()
         ):
             raise CheckpointError(f"expected ascending ranks from 0 to {world.size() - 1}, got {self.ranks}")
-        self._check_units()
+        self.check_units()
         labels = None if self.optimizer is None else list(labelled(self.optimizer))
         aways = {wrapper._unit.is_away for wrapper in self.wrappers}
         if aways == {True}:
@@ -151,7 +164,7 @@ class _Moving:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
         return [self.ranks, list(holders), labels]
 
-    def _check_units(self) -> None:
+    def check_units(self) -> None:
         check_idle(self.model, _WHAT)
         if not self.wrappers:
             raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")
@@ -181,6 +194,26 @@ class _Moving:
             if found != (holders if rank in holders else None):
                 raise CheckpointError(f"rank {rank} says that the model is on the ranks {found}, not on {holders}")
         return holders
+
+    def carry_out(self, rendezvous: Rendezvous, here: dict[int, Held], group: Any) -> Resized:
+        """Bind to ``group``, move, commit. ``here``: number of an old rank -> its boxes, on this rank."""
+        told: dict[int, Any] = {}
+        at: dict[int, int] = {}
+        tables = {number: held.table for number, held in here.items()}
+        for rank, theirs in enumerate(gather_objects(SetupCollective.RESIZES, tables, _world())):
+            told |= theirs
+            at |= dict.fromkeys(theirs, rank)
+        parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
+        try:
+            rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], group), lambda said: None)
+            rendezvous.agree(self.compare_units, lambda said: None)
+            sent = move(self.source, self.reads, parts, [at[i] for i in sorted(told)])
+            rendezvous.agree(lambda: None, lambda said: None, is_last=True)
+        except BaseException:
+            self.undo()
+            raise
+        self.commit()
+        return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
     def bind(self, told: list[Any], group: Any) -> None:

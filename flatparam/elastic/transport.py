@@ -7,7 +7,7 @@ source of that load: a file of it is the memory of a rank. It owns nothing; the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,17 @@ ROUND_BYTES = 2**24  # a rank sends another one at most so many bytes at once, o
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
 
-def described(plan: SavePlan) -> tuple[dict[str, Any], list[Any], dict[tuple[str, int], Tensor]]:
+Table = tuple[dict[str, Any], list[Any], dict[tuple[str, int], Tensor]]
+
+
+class Held(NamedTuple):
+    """The part of a model and its optimizers that one of the old ranks had. ``parts``: file -> boxes."""
+
+    table: Table
+    parts: dict[str, list[Part]]
+
+
+def described(plan: SavePlan) -> Table:
     """Return what other ranks must know of ``plan``: its table, its boxes, and small tensors with their values.
 
     A small tensor is a value that describes a whole parameter, such as a number of steps, or one in ``extra``.
@@ -49,7 +59,7 @@ def described(plan: SavePlan) -> tuple[dict[str, Any], list[Any], dict[tuple[str
 class Pieces(Source):
     """The boxes of all ranks that hold a model. ``told``: ``described`` of each, by its index among them."""
 
-    def __init__(self, told: Sequence[tuple[dict[str, Any], list[Any], dict[tuple[str, int], Tensor]]]):
+    def __init__(self, told: Sequence[Table]):
         self.index: Index = Index("", len(told), {})
         self._small: dict[tuple[str, int], Tensor] = {}
         self.holder: dict[str, int] = {}  # file -> index of the rank
