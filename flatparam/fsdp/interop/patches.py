@@ -272,8 +272,8 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
 
 # torch's optimizers whose states have one element for each of the parameter, or one in all
 _BY_ELEMENT = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-# Optimizer -> the address of its state when that was checked. `load_state_dict` puts another object in its place
-_state_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# Optimizer -> its first parameter's states when all were checked. `load_state_dict` puts a new dict in their place
+_state_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")
@@ -284,7 +284,8 @@ def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, 
     that work by element are checked.
     Raises: StateError naming parameter and key.
     """
-    if _state_checked.get(optimizer) == id(optimizer.state):
+    first = next(iter(optimizer.state.values()), None)
+    if first is None or _state_checked.get(optimizer) is first:
         return
     cls = type(optimizer)
     if cls.__name__ in _BY_ELEMENT and cls is getattr(torch.optim, cls.__name__, None):
@@ -300,7 +301,7 @@ def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, 
                         "state before it is loaded: optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, "
                         "optimizer, state)); or use flatparam.checkpoint.load(path, model, optimizer)"
                     )
-    _state_checked[optimizer] = id(optimizer.state)
+    _state_checked[optimizer] = first
 
 
 @units_live.replace(

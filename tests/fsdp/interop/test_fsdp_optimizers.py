@@ -5,7 +5,8 @@ Promises:
   and the remedy; later steps look at no parameter: (`before_wrapping`), `test_dropin_faults_of_torch.py`
   (`before_wrapping`)
 - a state that was loaded without ``optim_state_dict_to_load``, and does not fit this rank's pieces, is refused with the
-  name at the first step after the load; a converted state, and other classes of optimizers, are not:
+  name at the first step after the load, also where Python reuses the address of states that were checked; a converted
+  state, and other classes of optimizers, are not:
   `test_a_state_that_was_not_converted_is_refused`
 - an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``:
   `test_a_slow_loop_is_told_of_the_fused_step`
@@ -180,6 +181,19 @@ class OfTheWhole(torch.optim.SGD):
                 self.state[param].setdefault("whole", torch.zeros(100))
 
 
+def refused_at_a_reused_address(optimizer, state):
+    """What the next step says of ``state``, loaded again until its address is that of the states of the last step."""
+    of_last_step, others = id(optimizer.state), []
+    for _ in range(1000):
+        optimizer.load_state_dict(state)
+        if id(optimizer.state) == of_last_step:
+            break
+        others.append(optimizer.state)
+    with pytest.raises(StateError) as refused:
+        optimizer.step()
+    return str(refused.value)
+
+
 def loads_states(strategy, uo):
     """What each kind of load leads to at the next step, by the optimizer's class."""
     module = make()
@@ -216,6 +230,7 @@ def loads_states(strategy, uo):
             told[name, kind] = str(refused.value)
             later.load_state_dict(converted)
             later.step()
+            assert refused_at_a_reused_address(later, state) == told[name, kind]
         dist.barrier()
     optimizer = OfTheWhole(model.parameters(), lr=0.1)
     for _ in range(2):
