@@ -30,7 +30,7 @@ from ..checkpoint.pieces import InHandle
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
 from ..checkpoint.rendezvous import Rendezvous
 from ..common.torch_private import FakeProcessGroup
-from ..fsdp.api import ShardingStrategy
+from ..fsdp.api import ShardingStrategy as S
 from ..fsdp.desync.checked_collectives import gather_objects
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.same_unit import Agreed, check_same_unit
@@ -44,7 +44,7 @@ from .transport import Held, Pieces, described, move
 
 _WHAT = "elastic.resize"
 _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it there"
-_CAN = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+_CAN = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.ZERO_1)
 
 
 @dataclass
@@ -65,7 +65,7 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
     up its shards and optimizer states: its model raises StateError until a later call names the rank again.
 
     Args:
-        model: wrapped, with FULL_SHARD or SHARD_GRAD_OP.
+        model: wrapped, with a strategy over one group.
         optimizer: one, or a list or dict of several; None: none.
         ranks: ranks of the world, in ascending order.
         extra: this rank's own values, as in ``checkpoint.save``.

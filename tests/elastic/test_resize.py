@@ -16,6 +16,7 @@ from checkpoints import Odd
 from fsdp_models import Model, loss_of
 from gloo import note, run_ranks
 from simulated_ranks import simulate_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy as S
@@ -107,7 +108,7 @@ def moves(folder, strategy, uo, name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("uo", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_resize_equals_save_and_load(tmp_path, strategy, uo, name):
     simulate_ranks(moves, 4, tmp_path, strategy, uo, name)
 
@@ -164,13 +165,14 @@ def refused():
         loss_of(one[0], torch.ones(4, 3)).backward()
     grads = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
     other = OPTIMIZERS["sgd" if rank == 1 else "adam"](model.parameters())
+    on_mesh = FSDP(Model(), device_mesh=init_device_mesh("cpu", (3,)))
     cases = [
         (model, optimizer, [1, 0], CheckpointError, r"expected ascending ranks from 0 to 2, got \[1, 0\]"),
         (model, optimizer, [0, 3], CheckpointError, "expected ascending ranks"),
         (model, optimizer, [0, 1] if rank else [0], CheckpointError, r"rank 1 resizes to the ranks \[0, 1\], rank 0"),
         (model, None if rank == 2 else optimizer, [0], CheckpointError, r"rank 2 gives the optimizers None, rank 0"),
         (torch.nn.Linear(2, 2), None, [0], (StateError, CheckpointError), "the model has no FullyShardedDataParallel"),
-        (built("ZERO_1", True), None, [0], StateError, "the strategy ZERO_1: save a checkpoint, build the model"),
+        (on_mesh, None, [0], StateError, "over a device mesh: save a checkpoint, build the model"),
     ]
     for one, its, ranks, kind, text in cases:
         with pytest.raises(kind, match=text):
