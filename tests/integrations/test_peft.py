@@ -9,12 +9,13 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from test_transformers import ARGUMENTS, SAVED, SETTINGS, a_llama, a_trainer, results, sentences
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trainers import needs, same_files, under
 
 import flatparam
+from flatparam.fsdp.errors import StateError
 
 needs("peft")
 
@@ -135,3 +136,19 @@ def reduced(uo):
 @pytest.mark.parametrize("uo", [False, True])
 def test_gradients_are_those_of_what_is_trained(uo):
     run_ranks(reduced, 2, uo)
+
+
+def test_save_pretrained_inside_of_a_wrapper_is_refused(tmp_path):
+    values = a_llama().state_dict()
+    with fake_world(2):
+        module = adapted()
+        model = flatparam.FullyShardedDataParallel(module, use_orig_params=True)
+        inner = module.get_base_model()
+        for save in (model.module.save_pretrained, inner.save_pretrained):
+            with pytest.raises(StateError, match=r"save_pretrained\(\): .* pieces"):
+                save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        inner.save_pretrained(tmp_path, state_dict=dict(values))  # which it empties
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert len(saved) == len(values) - 1  # the tied head is left out
+    assert all(torch.equal(value, values[name]) for name, value in saved.items())

@@ -14,6 +14,7 @@ plans of ``torch.distributed.checkpoint``      refused if a state has shards
 LBFGS, ZeroRedundancyOptimizer                 refused when they step
 states of optimizers that were not converted   refused at the next step
 ``average_parameters``                         refused
+``save_pretrained`` of transformers and PEFT   refused for modules of units
 ``GradScaler``, ``ShardedGradScaler``          all ranks skip a step together
 ``backward(inputs=)``, ``autograd.grad``       see ``backward_inputs.py``
 =============================================  ==============================
@@ -40,10 +41,9 @@ from ...common.torch_private import TorchsFSDP
 from ..desync import checked_collectives
 from ..errors import StateError
 from ..names import FLAT_PARAM, join
-from ..sharding.flat_param import FlatParam
 from ..unit.clip import by_group, clip
-from ..unit.markers import STATES, RefusingMarkers
-from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param, units_live
+from ..unit.markers import STATES, RefusingMarkers, of_whole_values
+from ..unit.registry import all_units, flat_param_of, owner_of_param, sharded_now, units_live
 from ..unit.summon import refuse_unreduced
 from ..unit.torch_calls import seen_as
 from ..unit.unit import units_of
@@ -185,16 +185,6 @@ def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(join(path, str(key)), value)
 
 
-def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
-    """(unit, flat parameter) for each of ``params`` that is sharded and not summoned now."""
-    found = []
-    for param in params:
-        owner, flat_param = owner_of_param(param), flat_param_of(param)
-        if owner is not None and flat_param is not None and flat_param.is_sharded and owner[0].summoned is None:
-            found.append((owner[0], flat_param))
-    return found
-
-
 @units_live.replace("torch.nn.utils.clip_grad:clip_grad_norm_", test=_TEST, everywhere=True)
 def _clip_over_ranks(original: Any) -> Any:
     """Let ``clip_grad_norm_`` count the shards of all ranks: a collective call then.
@@ -210,7 +200,7 @@ def _clip_over_ranks(original: Any) -> Any:
         foreach: bool | None = None,
     ) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = [] if torch.compiler.is_compiling() else _sharded_now(params)
+        found = [] if torch.compiler.is_compiling() else sharded_now(params)
         if not found:
             result: Tensor = original(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
             return result
@@ -241,7 +231,7 @@ def _refuse_norms_of_shards(original: Any) -> Any:
 def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
     given = {id(tensor) for tensor in tensors}
     owners = (param for unit in all_units() for _, param in unit.parameters() if id(param.grad) in given)
-    for unit, _ in _sharded_now(owners):
+    for unit, _ in sharded_now(owners):
         raise StateError(
             f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank would clip "
             "by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), whose norm is over all "
@@ -264,7 +254,7 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     Raises: StateError for a class in ``_WHOLE_ONLY``.
     """
     for name in [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _WHOLE_ONLY]:
-        for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
+        for unit, _ in sharded_now(param for group in optimizer.param_groups for param in group["params"]):
             raise StateError(
                 f"{name}.step(): a parameter of {unit.name} is this rank's shard. {name} {_WHOLE_ONLY[name]}"
             )
@@ -312,7 +302,7 @@ def _refuse_averages(average: Callable[..., None]) -> Callable[..., None]:
 
     def average_parameters(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         params = list(params)
-        for unit, _ in _sharded_now(params):
+        for unit, _ in sharded_now(params):
             raise StateError(
                 f"average_parameters: a parameter of {unit.name} is this rank's shard, which would be averaged with "
                 "other ranks' shards. Ranks of one group have the same values already; for groups that train apart use "
@@ -321,6 +311,13 @@ def _refuse_averages(average: Callable[..., None]) -> Callable[..., None]:
         average(iter(params), *args, **kwargs)
 
     return average_parameters
+
+
+@units_live.replace("transformers.modeling_utils:PreTrainedModel.save_pretrained", test=_TEST)
+@units_live.replace("peft.peft_model:PeftModel.save_pretrained", test=_TEST)
+def _refuse_to_save_pieces(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``save_pretrained`` of transformers and PEFT refuse to save pieces, also of a module inside of a unit."""
+    return of_whole_values(save)
 
 
 @units_live.replace("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_", test=_TEST)
@@ -352,7 +349,7 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        shards = _sharded_now(param for group in optimizer.param_groups for param in group["params"])
+        shards = sharded_now(param for group in optimizer.param_groups for param in group["params"])
         if shards:
             found = found or {found_inf.device: found_inf}  # a rank without gradients takes part too
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()

@@ -267,7 +267,7 @@ class Wrapper(RefusingMarkers, nn.Module):
             inner = modules[FSDP_WRAPPED_MODULE]
             try:
                 found = getattr(inner, name)
-                return of_whole_values(self, found) if name == "save_pretrained" else found
+                return of_whole_values(found, self) if name == "save_pretrained" else found
             except AttributeError:
                 if not name.startswith("_") or hasattr(type(inner), name):
                     raise

@@ -1,7 +1,7 @@
 """Marker properties that raise: they stop tools that do not know our class before these read a shard.
 
 Each such tool looks for a property on every module. ``Wrapper`` derives from ``RefusingMarkers``. It also asks this
-file to check ``save_pretrained`` of the module in it.
+file to check ``save_pretrained`` of the module in it, and ``interop/patches.py`` to check those of libraries.
 ``interop/patches.py`` covers the functions of tools that look for no property.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ...common.torch_private import REGISTRY_KEY
 from ..errors import StateError
-from .unit import units_of
+from .registry import sharded_now
 
 STATES = (
     "Save model.state_dict(), which is whole on every rank, with any tool, and optimizer.state_dict(), which is this "
@@ -54,24 +54,25 @@ _MARKS = ("_fqn_modifiers", REGISTRY_KEY)
 setattr(RefusingMarkers, REGISTRY_KEY, property(RefusingMarkers._refuse_composing))
 
 
-def of_whole_values(wrapper: Any, save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``save``, the method ``save_pretrained`` of the module in ``wrapper``; it refuses to save pieces.
+def of_whole_values(save: Callable[..., Any], wrapper: Any = None) -> Callable[..., Any]:
+    """Return ``save``, a method ``save_pretrained``, which now refuses to save pieces.
 
     Libraries give this name to a method that saves its module's ``state_dict()``, unless it gets another one. That of
     a module in a unit has pieces of parameters, and PEFT finds no name in it.
+    ``wrapper``: what has the module of ``save``, a bound method; None: ``save`` takes the module.
     """
 
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        module = args[0] if wrapper is None else wrapper
         given = any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict")))
-        for unit in () if given else units_of(wrapper.modules()):
-            if unit.summoned is None and any(flat_param.is_sharded for flat_param in unit.flat_params):
-                raise StateError(
-                    f"save_pretrained(): the parameters of {unit.name} are this rank's pieces, which would be saved as "
-                    "if they were whole, or left out. Make the whole values on every rank: state = model.state_dict(). "
-                    "Then, on rank 0, call save_pretrained(folder, state_dict=state); for adapters of PEFT load them "
-                    "into the model made anew, and save that"
-                )
+        for unit, _ in () if given else sharded_now(module.parameters()):
+            raise StateError(
+                f"save_pretrained(): the parameters of {unit.name} are this rank's pieces, which would be saved as "
+                "if they were whole, or left out. Make the whole values on every rank: state = model.state_dict() of "
+                "the wrapper. Then, on rank 0, call save_pretrained(folder, state_dict=state); for adapters of PEFT "
+                "load them into the model made anew, and save that"
+            )
         return save(*args, **kwargs)
 
     return save_pretrained

@@ -115,6 +115,16 @@ def flat_param_of(param: Tensor) -> FlatParam | None:
     return None if unit is None else unit.flat_params[index]
 
 
+def sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
+    """(unit, flat parameter) for each of ``params`` that is sharded and not summoned now."""
+    found = []
+    for param in params:
+        owner, flat_param = owner_of_param(param), flat_param_of(param)
+        if owner is not None and flat_param is not None and flat_param.is_sharded and owner[0].summoned is None:
+            found.append((owner[0], flat_param))
+    return found
+
+
 def _why_sharded(tensor: Tensor) -> str | None:
     """The error text for ``tensor``, a shard or a view of one, used as a whole parameter; None: it is neither."""
     owner = owner_of_param(tensor)

@@ -3,13 +3,18 @@
 Promises:
 - DDP, `fully_shard`, torch's class and functions, distributed checkpoints of shards are refused by name and change
   nothing
-- `save_pretrained()` of a module in a unit is refused where it would save pieces: `test_save_pretrained_of_pieces`
+- `save_pretrained()` of a module in a unit is refused where it would save pieces: `test_save_pretrained_of_pieces`;
+  that of transformers and PEFT also without the wrapper (`model.module`), and of a module that has units inside:
+  `test_save_pretrained_of_libraries`, `integrations/test_peft.py` (`save_pretrained`)
 - `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are those of the unsharded module:
   `test_clipping_and_scaling`
 """
 
+import gc
+import importlib
 import inspect
 import itertools
+import sys
 
 import pytest
 import torch
@@ -305,3 +310,69 @@ def saves_pretrained(uo):
 @pytest.mark.parametrize("uo", [False, True])
 def test_save_pretrained_of_pieces(uo):
     simulate_ranks(saves_pretrained, 2, uo)
+
+
+LIBRARIES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+LIBRARY = """
+from torch import nn
+
+class {name}(nn.Module):
+    saved = None
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(3, 3)
+
+    def save_pretrained(self, folder, state_dict=None):
+        self.saved = self.state_dict() if state_dict is None else state_dict
+"""
+
+
+@pytest.fixture
+def library(request, tmp_path, monkeypatch):
+    """A stand-in for a library: its module's name and its class's, not imported yet; real ones take seconds."""
+    module = request.param
+    package, _, file = module.partition(".")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / f"{file}.py").write_text(LIBRARY.format(name=LIBRARIES[module]))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (package, module):
+        monkeypatch.setitem(sys.modules, name, None)  # what was there comes back after the test
+        del sys.modules[name]
+    yield lambda: getattr(importlib.import_module(module), LIBRARIES[module])
+    gc.collect()
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+@pytest.mark.parametrize("library", LIBRARIES, indirect=True)
+def test_save_pretrained_of_libraries(library, is_imported):
+    with fake_world(2):
+        held = None if is_imported else FSDP(nn.Linear(3, 3))
+        cls = library()
+        original = inspect.unwrap(vars(cls)["save_pretrained"])
+        for uo in (False, True):
+            for part in ("whole", "block"):
+                module = cls()
+                if part == "whole":
+                    model = FSDP(module, use_orig_params=uo)
+                else:
+                    model = module.block = FSDP(module.block, use_orig_params=uo)
+                with pytest.raises(
+                    StateError, match=r"save_pretrained\(\): the parameters of the unit of .* are this rank"
+                ):
+                    module.save_pretrained("folder")
+                assert module.saved is None
+                state = {"whole": torch.ones(3)}
+                module.save_pretrained("folder", state_dict=state)
+                assert module.saved is state
+                with FSDP.summon_full_params(model, writeback=False):
+                    module.save_pretrained("folder")
+                assert [value.numel() for value in module.saved.values()] == [9, 3]
+        module = cls()
+        model = FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+        module.save_pretrained("folder")
+        assert [value.numel() for value in module.saved.values()] == [9, 3]
+        cls().save_pretrained("folder")
+        del held, module, model
+        gc.collect()
+        assert vars(cls)["save_pretrained"] is original
