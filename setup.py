@@ -25,7 +25,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +63,7 @@ NVCC_FLAGS = [
 NVCC_STRICT = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
 CUDA_FOLDER = HERE["CUDA_FOLDER"]
 CUDA_ARCHS = ["8.0", "9.0", "10.0"]  # and the last as PTX, for what comes later
+HEARTBEAT = 10  # seconds from one line to the next while compilers run
 TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
 BUILD_INFO = '''"""Written by setup.py: what the extension was built against."""
 
@@ -81,6 +83,11 @@ def sources(testing: bool = False) -> list[str]:
         *(["tests/c/testing/*.c"] * testing),
     ]
     return [str(path) for pattern in folders for path in sorted(Path().glob(pattern))]
+
+
+def say(line: str) -> None:
+    """Print a line in one write: threads share the output, and under pip it is no terminal."""
+    print(f"{line}\n", end="", flush=True)
 
 
 class Torch(NamedTuple):
@@ -234,7 +241,7 @@ class BuildExtension(build_ext):
         for build, inputs in zip(builds, compiled, strict=True):
             link = self.link_step([str(step.output) for step in inputs], build)
             if link.is_due():
-                print(f"link {link.output}", flush=True)
+                say(f"link {link.output}")
                 error = link.run()
                 if error is not None:
                     raise LinkError(error)
@@ -258,7 +265,7 @@ class BuildExtension(build_ext):
         """Return for which nvcc (None: without kernels) to link an extension for ``torch``."""
         nvcc, line = (None, "") if torch.cuda is None else cuda_toolkit(torch)
         if torch.cuda is not None:
-            print(f"flatparam: CUDA: {line}", flush=True)
+            say(f"flatparam: CUDA: {line}")
         return [None, nvcc] if self.several and nvcc is not None else [nvcc]
 
     def folder_of(self, torch: Torch) -> Path:
@@ -311,15 +318,26 @@ class BuildExtension(build_ext):
         return Step([*command, "-o", str(module)], objects, module, f"{self.versions}\ntorch {build.torch.version}")
 
     def run_all(self, steps: list[Step]) -> None:
-        """Compile in parallel, one printed line a file; show what every failing command printed."""
+        """Compile in parallel; print what is compiled, how far it is, and what every failing command printed."""
 
         def announce_and_run(step: Step) -> str | None:
-            line = f"compile {' '.join(step.inputs)}\n"
-            print(line, end="", flush=True)  # one write: the threads share the output
+            say(f"compile {' '.join(step.inputs)}")
             return step.run()
 
-        with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as pool:
-            errors = [error for error in pool.map(announce_and_run, steps) if error is not None]
+        if not steps:
+            return
+        files, workers = sum(len(step.inputs) for step in steps), self.parallel or len(os.sched_getaffinity(0))
+        releases, begun = ", ".join(dict.fromkeys(torch.version for torch in torches())), time.monotonic()
+        say(
+            f"flatparam: {files} files to compile for torch {releases}, {workers} at a time; "
+            "a first build takes 1 to 2 minutes"
+        )
+        with ThreadPoolExecutor(workers) as pool:
+            runs = {pool.submit(announce_and_run, step): step for step in steps}
+            while left := wait(runs, timeout=HEARTBEAT).not_done:
+                compiled = files - sum(len(runs[run].inputs) for run in left)
+                say(f"flatparam: {compiled} of {files} files compiled in {time.monotonic() - begun:.0f} s")
+        errors = [error for run in runs if (error := run.result()) is not None]
         if errors:
             print("\n".join(errors), file=sys.stderr, flush=True)
             raise CompileError(f"{len(errors)} of {len(steps)} files did not compile (see above)")

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from small_tree import BRIDGE, CORE, PYTHON, build, compiled_in, later, replace, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,25 @@ def test_a_header_of_one_language_compiles_its_readers_in_all(small):
     assert build(small) == {"csrc/core/two.c", BRIDGE}
     later(small / "csrc/core/one.c")
     assert build(small) == {CORE}
+
+
+def test_lines_tell_what_is_compiled_and_how_far_it_is(small, tmp_path):
+    compiler = tmp_path / "slow"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) sleep 1 ;; esac\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+    replace(small / "setup.py", "HEARTBEAT = 10", "HEARTBEAT = 0.2")
+    command = (sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--parallel=1")
+    lines = run(*command, cwd=small, env={"CC": str(compiler)})[1].splitlines()
+    first = (
+        f"flatparam: 4 files to compile for torch {torch.__version__}, 1 at a time; a first build takes 1 to 2 minutes"
+    )
+    assert lines[0] == first
+    told = [re.fullmatch(r"flatparam: (\d) of 4 files compiled in \d+ s", line) for line in lines]
+    compiled = [int(line[1]) for line in told if line]
+    assert sorted(compiled) == compiled
+    assert {1, 2, 3} <= set(compiled) <= {0, 1, 2, 3}  # each compiler of a C file takes longer than five heartbeats
+    assert len(lines) == 1 + 4 + len(compiled) + 1  # "compile" for each file, then "link"
+    assert run(*command, cwd=small, env={"CC": str(compiler)}) == (0, "")
 
 
 def test_cpp_files_are_compiled_as_two_that_include_the_others(small):
