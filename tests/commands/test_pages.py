@@ -2,22 +2,24 @@
 
 Promises:
 - each Python block of README.md and docs/ runs with its own imports, on two gloo ranks if it trains, and runs again
-- the quickstart's model learns, and goes on where it ended on another number of ranks
+- the program of a how-to page ends by printing the line that the page names
+- the quickstart's model learns, and goes on where it ended on another number of ranks; each line is one write
 - each link between pages, and to a heading of a page, has its target
 """
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from written import run_and_read_writes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GUIDES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
+HOWTO = sorted((DOCS / "howto").glob("*.md"))
+GUIDES = [DOCS / "quickstart.md", *HOWTO]
 PAGES = sorted({*DOCS.glob("*.md"), *GUIDES})
 
 IN_OTHER_TESTS = {  # (page, number of the block): the test that runs it as it stands
@@ -70,21 +72,28 @@ def headings(page):
 
 
 def run(folder, program, ranks=2):
-    """Run a block in ``folder``, as train.py under torchrun if it is for several ranks."""
+    """Run a block in ``folder``, as train.py under torchrun if it is for several ranks; return its writes."""
     name = "train.py" if is_program(program) else "other.py"
     is_part = not is_program(program) and "from my_training import" in program
     (folder / name).write_text(program + END * is_part)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*(launcher if is_program(program) or is_part else []), name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
-    return done.stdout
+    code, writes, errors = run_and_read_writes([sys.executable, *command], cwd=folder, env=environment)
+    assert code == 0, "".join(writes)[-2000:] + errors[-8000:]
+    return writes
 
 
-def test_each_guide_has_a_program():
+def told(page):
+    """The last line of the page's program, in its own words."""
+    [line] = re.findall(r"which ends by printing\n`([^`]+)`", page.read_text())
+    return line
+
+
+def test_each_guide_has_a_program_and_says_how_it_ends():
     assert len(GUIDES) > 10
-    assert not [page.name for page in GUIDES if not any(map(is_program, blocks(page)))]
+    assert [sum(map(is_program, blocks(page))) for page in GUIDES] == [1] * len(GUIDES)
+    assert all(map(told, HOWTO))
 
 
 def test_the_blocks_that_other_tests_run_are_there():
@@ -101,8 +110,10 @@ def test_the_quickstart_learns_and_resumes(tmp_path):
     for ranks in (2, 3):
         said = run(tmp_path, program, ranks)
         for rank in range(ranks):
-            losses.append([float(loss) for loss in re.findall(rf"rank {rank}, step \d+: loss ([\d.]+)", said)])
+            lines = [re.fullmatch(rf"rank {rank}, step \d+: loss ([\d.]+)\n", line) for line in said]
+            losses.append([float(line[1]) for line in lines if line])
             assert len(losses[-1]) == 20
+        assert "".join(said).endswith("saved run/last\n")
     assert all(found[-1] < 0.7 * found[0] for found in losses[:2])
     assert all(found[0] < 1.1 * losses[0][-1] for found in losses[2:])
 
@@ -118,7 +129,9 @@ def test_the_blocks_of_a_page_run_twice(page, tmp_path):
     for _ in range(2):
         for number, block in enumerate(blocks(page)):
             if (page.stem, number) not in IN_OTHER_TESTS:
-                run(tmp_path, block)
+                writes = run(tmp_path, block)
+                if page in HOWTO and is_program(block):
+                    assert "".join(writes).endswith(f"{told(page)}\n")
 
 
 OF_MAINTAINERS = {"patches", "releasing", "targets"}  # which say so in their first sentence, or are made by a tool

@@ -1,16 +1,17 @@
 """README.md: its quickstart runs as printed, its figures are those of the tables, its first screen is short.
 
 Promises:
-- the quickstart of README.md has at most 15 lines, and torchrun runs it as printed, with the printed output
+- the quickstart of README.md has at most 15 lines, and torchrun runs it as printed, with the printed output, a
+  line in one write, so that the ranks' lines are not mixed
 """
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from written import run_and_read_writes
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -27,11 +28,10 @@ def test_the_quickstart_runs_as_printed(tmp_path):
     (tmp_path / "train.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-m", "torch.distributed.run", *command.split()]
-    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # ranks may write their lines into each other's
-    assert sorted(re.findall(r"rank \d holds [\d,]+ parameters", done.stdout)) == output.splitlines()
-    assert "Warning" not in done.stderr
+    code, writes, errors = run_and_read_writes(call, cwd=tmp_path, env=environment)
+    assert code == 0, errors
+    assert sorted(writes) == output.splitlines(keepends=True)
+    assert "Warning" not in errors
     assert "1,124,608 parameters" in TEXT
     assert {int(held.replace(",", "")) for held in re.findall(r"holds ([\d,]+)", output)} == {1_124_608 // 2}
 
