@@ -2,8 +2,9 @@
 
 Promises:
 - each text of the page is a message of the source, so that a search for the words of an error finds its row
-- each exception class has a section; each warning, and each error that Python code raises, has a row, which may stand
-  for several of one cause
+- each exception class has a section; each warning and each error, of Python, C and C++, has a row, which may stand for
+  several of one cause
+- each row has a cause and a fix of its own, so that one row is enough to read
 """
 
 import ast
@@ -31,7 +32,11 @@ CALLS |= {
     "OSError",
 }
 OF_COMMANDS = {"advise", "commands", "inspect"}  # their messages name the option that was given wrong
+C_FILES = sorted((ROOT / "csrc").rglob("*.[ch]*"))
 C_STRING = r'"(?:[^"\\\n]|\\.)*"'
+C_CALLS = (
+    r"\b(PyErr_Format|PyErr_SetString|TORCH_\w*CHECK\w*|TORCH_WARN\w*|fp_fail|gone|refuse_moved|refuse_gradient)\("
+)
 
 
 def words(node):
@@ -49,6 +54,16 @@ def words_of_c(text):
         yield re.sub(r"%[-.0-9lz]*[a-zA-Z]", "…", "".join(one[1:-1] for one in re.findall(C_STRING, run[0])))
 
 
+def errors_of_c(text):
+    """(line, words) of each call of C source that raises or warns; what is between its strings is "…"."""
+    for call in re.finditer(C_CALLS, text):
+        depth, end = 1, call.end()
+        while depth:  # a parenthesis inside of a string has its pair there
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        yield text.count("\n", 0, call.start()) + 1, "…".join(words_of_c(text[call.end() : end]))
+
+
 def fits(row, message):
     """Whether the parts of a row, between its "…", come in this order in a message."""
     at = 0
@@ -64,7 +79,7 @@ def messages():
     for tree in TREES.values():
         docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         yield from (words(node) for node in ast.walk(tree) if node not in docs)
-    for file in sorted((ROOT / "csrc").rglob("*.[ch]*")):
+    for file in C_FILES:
         yield from words_of_c(file.read_text())
 
 
@@ -105,3 +120,22 @@ def test_each_warning_and_each_error_has_a_row():
             if len(re.findall(r"\w+", text)) > 3 and not any(fits(row, text) for row in ROWS):
                 lacking.append(f"{file.relative_to(ROOT)}:{call.lineno}: {text}")
     assert not lacking, "docs/troubleshooting.md has no row for:\n" + "\n".join(lacking)
+
+
+def test_each_error_of_c_has_a_row():
+    lacking, count = [], 0
+    for file in C_FILES:
+        for line, text in errors_of_c(file.read_text()):
+            is_told = len(re.findall(r"\w+", text)) > 3
+            count += is_told
+            if is_told and not any(fits(row, text) for row in ROWS):
+                lacking.append(f"{file.relative_to(ROOT)}:{line}: {text}")
+    assert count > 130
+    assert not lacking, "docs/troubleshooting.md has no row for:\n" + "\n".join(lacking)
+
+
+def test_each_row_has_a_cause_and_a_fix():
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+    assert len(rows) > 200
+    assert not [row for row in rows if len(row) != 3 or not all(row)]
+    assert not [row for row in rows if any(re.match(r"the same($|,)", cell) for cell in row[1:])]
