@@ -8,6 +8,7 @@
 // and below the generation, after fp_board_join():
 //
 //   "members"               the number of ranks that have entered
+//   "member R"              set when rank R enters
 //   "posts"                 the number of posts
 //   "post N"                the rank and the text of post N, from 1
 //   "readers of N"          the number of ranks that have read post N
@@ -215,6 +216,7 @@ Board::enter()
 {
     const std::lock_guard held(lock_);
     posts_->add("members", 1);
+    posts_->set(key("member ", rank_), std::string("1"));
 }
 
 int64_t
@@ -293,7 +295,8 @@ Board::places()
         std::string process, ticks, machine;
         fields >> number >> clock >> process >> ticks >> machine;
         const bool is_here = !here.empty() && machine == here;
-        const bool is_new = number >= number_ || (is_here ? clock >= since_ : has_answered(rank));
+        const bool is_new = number >= number_ || (is_here ? clock >= since_ : has_answered(rank)) ||
+                            !value_at(*posts_, key("member ", rank)).empty();
         text = is_new ? text.substr(text.find(' ', text.find(' ') + 1) + 1) : "";
     }
     std::erase_if(found, [](const auto &item) { return item.second.empty(); });
