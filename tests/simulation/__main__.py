@@ -13,7 +13,7 @@ from .programs import draw
 
 FOLDER = Path("build/simulation")
 BATCH = 25  # seeds that one child plays
-AGAIN = 10  # of a batch's seeds, this one is played in another child, too, and must give the same digests
+AGAIN = 25  # each seed that it divides is played in another child, too, and must give the same digests
 PATIENCE = 120.0  # real seconds for a batch
 
 
@@ -48,16 +48,16 @@ class Runner:
         server.close()
 
     def _play(self, server, first, last):
-        """Play seeds from ``first`` until one fails; return the seed to go on with."""
+        """Play seeds from ``first`` until a fault strikes, or one fails; return the seed to go on with."""
         try:
             found = server.ask(*request(training.play_seeds, first, last))
         except process.SimulatedError:  # which seed, play_alone() tells
             found = [play_alone(server, seed) for seed in range(first, last)]
-        if found[-1][3] is None and first + AGAIN < last:
-            seed, _, digests, _ = found[AGAIN]
-            again = play_alone(server, seed)
-            if again[3] is None and again[2] != digests:
-                found[AGAIN] = (seed, 0.0, [], f"another run has other digests: {digests}, {again[2]}")
+        for i, (seed, _, digests, error) in enumerate(found):
+            if seed % AGAIN == 0 and error is None:
+                again = play_alone(server, seed)
+                if again[3] is None and again[2] != digests:
+                    found[i] = (seed, 0.0, [], f"another run has other digests: {digests}, {again[2]}")
         with self._lock:
             for seed, seconds, _, error in found:
                 self.played += 1

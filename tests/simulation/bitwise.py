@@ -6,14 +6,14 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp.unit.local_params import local_params_of
 
 
-def _same(found, wanted):
+def is_same(found, wanted):
     """Whether the tensors have the same values; training may diverge, and NaN is NaN."""
     same = (found == wanted) | (found.isnan() & wanted.isnan()) if found.shape == wanted.shape else torch.zeros(1)
     return bool(same.all())
 
 
 def check_output(found, wanted):
-    assert _same(found, wanted), f"the output differs by {(found - wanted).abs().max()}"
+    assert is_same(found, wanted), f"the output differs by {(found - wanted).abs().max()}"
 
 
 def check_parameters(model, wanted):
@@ -21,14 +21,14 @@ def check_parameters(model, wanted):
     for local in local_params_of(model, buffers=False):
         for name in local.names:
             part = local.slice_of(wanted[name])
-            assert _same(local.flat, part), f"`{name}` differs by {(local.flat - part).abs().max()}"
+            assert is_same(local.flat, part), f"`{name}` differs by {(local.flat - part).abs().max()}"
 
 
 def check_whole(model, wanted):
     """The unsharded parameters; a collective call."""
     with FSDP.summon_full_params(model, writeback=False):
         for name, param in model.named_parameters():
-            assert _same(param, wanted[name]), f"whole `{name}` differs by {(param - wanted[name]).abs().max()}"
+            assert is_same(param, wanted[name]), f"whole `{name}` differs by {(param - wanted[name]).abs().max()}"
 
 
 def check_gradients(model, wanted):
@@ -47,7 +47,7 @@ def check_gradients(model, wanted):
                 assert there is None or not there.any(), f"`{name}` has {'no' if grad is None else 'a'} gradient"
             else:
                 part = local.slice_of(whole)
-                assert _same(grad, part), f"the gradient of `{name}` differs by {(grad - part).abs().max()}"
+                assert is_same(grad, part), f"the gradient of `{name}` differs by {(grad - part).abs().max()}"
 
 
 def check_rest(model):

@@ -15,7 +15,7 @@ LR = 0.125
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
-class _UserCode(torch.autograd.Function):
+class CallsUserCode(torch.autograd.Function):
     """Calls ``user_code()`` in the backward."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         user_code()
-        return _UserCode.apply(self.linear(x).tanh())
+        return CallsUserCode.apply(self.linear(x).tanh())
 
 
 def model():

@@ -150,13 +150,17 @@ def _answer(module: str, name: str, args: Any) -> tuple[str, Any]:
 
 
 def _run(module: str, name: str, size: int, seed: int, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-    import traceback
-
     from . import ranks
 
     warnings.simplefilter("ignore")
     program = getattr(importlib.import_module(module), name)
-    run = ranks.simulate(lambda rank: program(rank, *args), size, seed, **options)
+    return told(ranks.simulate(lambda rank: program(rank, *args), size, seed, **options))
+
+
+def told(run: Any) -> dict[str, Any]:
+    """Return a run as another process, and a checker, gets it."""
+    import traceback
+
     errors = {
         rank: (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
         for rank, error in run.errors.items()

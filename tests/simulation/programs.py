@@ -5,6 +5,8 @@
 | `width`, `tied` | width of the model; whether the embedding is the output's weight, too |
 | `layers` | a dict each: `name`, `kind` (of `KINDS`), `unit`, `how` (of `HOW`), `frozen`, `double` |
 | `phases` | a dict each: `size` and settings of the wrapper (`DEFAULTS`), the optimizer, `ops` |
+| `faults` | of every second seed: what strikes in the last phase, see faults.py; a dict each |
+| `host`, `machines` | the rank whose process has the store, or None; whether each rank has a machine of its own |
 
 A phase after the first one goes on from the checkpoint of the phase before, in a new world. An op is a list:
 
@@ -21,13 +23,19 @@ A phase after the first one goes on from the checkpoint of the phase before, in 
 | `other, key` | a step of the optimizer of another module, which has no unit |
 """
 
+import dataclasses
 import random
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from . import faults
+from .faulty_programs import CallsUserCode
+
 TOKENS, ROWS, LENGTH = 7, 2, 3
+DISK_POINTS = 40
+NO_FAULTS = {"faults": [], "host": None, "machines": False}
 HOW = ("call", "call", "call", "call", "twice", "unused", "checkpoint", "reentrant")
 STRATEGIES = (
     "FULL_SHARD",
@@ -204,10 +212,11 @@ class Layer(nn.Module):
         self.raises = None
 
     def forward(self, x, route):
+        faults.user_code()
         y = self.inside(x if self.dtype is None else x.to(self.dtype), route).to(x.dtype)
         if self.raises == "forward":
             raise RaisedOnAllRanks
-        return _Raise.apply(y) if self.raises == "backward" else y
+        return _Raise.apply(y) if self.raises == "backward" else CallsUserCode.apply(y)
 
 
 class Model(nn.Module):
@@ -236,7 +245,9 @@ class Model(nn.Module):
 
 
 def is_valid(program):
-    """Whether nothing unreduced is stepped or saved, and the reference knows each rounding."""
+    """Whether faults strike ranks that are there, nothing unreduced is stepped or saved, and each rounding is known."""
+    if any(each["rank"] >= program["phases"][-1]["size"] for each in program["faults"]):
+        return False
     for phase in program["phases"]:
         phase = DEFAULTS | phase
         if phase["precision"] != "fp32" and phase["size"] == 1:
@@ -293,7 +304,28 @@ def draw(seed):
     program["phases"] = [
         _phase(source, program, low, optimizer, 10 * i) for i in range(source.choice([1, 1, 1, 2, 2, 3]))
     ]
+    program |= NO_FAULTS
+    if seed % 2:
+        _strike(source, program)
     return program
+
+
+def _strike(source, program):
+    """Draw faults for a phase of several ranks, if there is one. It is the last one then."""
+    several = [i for i, phase in enumerate(program["phases"]) if phase["size"] > 1]
+    if not several:
+        return
+    del program["phases"][source.choice(several) + 1 :]
+    phase, layers = program["phases"][-1], len(program["layers"])
+    ops = len(phase["ops"])
+    points = (30 + 15 * ops, ops * (1 + layers), DISK_POINTS)  # about as many as there are
+    number = source.choice([1, 1, 1, 2])
+    places = range(3) if number == 1 and phase["kind"] == "ours" else range(2)
+    drawn = faults.draw(program["seed"], phase["size"], number, points, faults.kinds_of(*places))
+    program["faults"] = [dataclasses.asdict(each) for each in drawn]
+    program["machines"] = source.random() < 0.3
+    if [each.kind for each in drawn] == ["is killed"] and source.random() < 0.3:
+        program["host"] = drawn[0].rank
 
 
 def _layer(source, name):

@@ -141,6 +141,7 @@ def _torch_of_ranks(size: int):
 class Run:
     """What has become of a run."""
 
+    size: int
     reason: int
     seconds: float  # of virtual time
     steps: int
@@ -186,6 +187,7 @@ def simulate(
     host: int | None = None,
     machines: bool = False,
     device: str | None = None,
+    prepare: Callable[[int], Any] = lambda rank: None,
 ) -> Run:
     """Run ``program(rank)`` on ``size`` ranks until all have ended.
 
@@ -194,11 +196,12 @@ def simulate(
     ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has;
     ``machines``: each rank has a machine of its own, and cannot see the processes of the others; ``device``: which
     streams of its device are late, if each rank has the simulated device of tests/support/simulated.py: "others" than
-    the one that computes, or "computing". The device's backend calls itself "nccl".
+    the one that computes, or "computing". The device's backend calls itself "nccl". ``prepare``: is called before the
+    program; no fault strikes there.
     """
     if device is not None:
         simulated.use(simulated.build(), device).of_ranks(ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value)
-    run = Run(0, 0.0, 0, 0)
+    run = Run(size, 0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}
     for rank in range(size):
@@ -216,7 +219,7 @@ def simulate(
     with _torch_of_ranks(size), _lists_of_ranks():
         for rank in range(size):
             seams.fp_sim_spawn(rank)
-            _thread.start_new_thread(_live, (_Life(rank, size, timeout, run, of_user), program, run, threads))
+            _thread.start_new_thread(_live, (_Life(rank, size, timeout, run, of_user), prepare, program, run, threads))
         run.reason = seams.fp_sim_run()
         if run.reason != ENDED:
             run.stacks = _stacks(threads)
@@ -250,7 +253,7 @@ class _Life:
         self._patience = datetime.timedelta(seconds=timeout)
         self._points = 0  # of user code
 
-    def live(self, program: Callable[[int], Any]) -> None:
+    def live(self, prepare: Callable[[int], Any], program: Callable[[int], Any]) -> None:
         rank, run = self.rank, self._run
         here.come_to_user_code = self.come_to_user_code
         error: BaseException | None = None
@@ -258,6 +261,7 @@ class _Life:
         try:
             store = world.Store(self._patience)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self._size, timeout=self._patience)
+            prepare(rank)
             seams.fp_sim_count_points(rank)
             result = program(rank)
         except Finished:
@@ -281,10 +285,12 @@ class _Life:
             raise Finished if fault.kind == "has fewer batches" else UserError(f"batch {self._points - 1} is bad")
 
 
-def _live(life: _Life, program: Callable[[int], Any], run: Run, threads: dict[int, int]) -> None:
+def _live(
+    life: _Life, prepare: Callable[[int], Any], program: Callable[[int], Any], run: Run, threads: dict[int, int]
+) -> None:
     threads[life.rank] = threading.get_ident()
     with contextlib.suppress(KeyboardInterrupt):  # at the end of a process Python ignores it
-        life.live(program)
+        life.live(prepare, program)
     if not seams.fp_sim_has_ended(life.rank):
         run.ended[life.rank] = now()
         world.end_process(life.rank)

@@ -4,7 +4,7 @@ import copy
 import pprint
 from pathlib import Path
 
-from .programs import DEFAULTS, is_valid
+from .programs import DEFAULTS, NO_FAULTS, is_valid
 
 SIMPLEST = {"kind": "plain", "unit": False, "how": "call", "frozen": False, "double": False}
 FILE = '''"""{error}
@@ -54,6 +54,15 @@ def _simpler(program):
 
     for i in range(len(phases)) if len(phases) > 1 else ():
         yield changed(lambda it, i=i: it["phases"].pop(i))
+    for key, default in NO_FAULTS.items():
+        if program[key] != default:
+            yield changed(lambda it, key=key, default=default: it.update({key: default}))
+    for i, fault in enumerate(program["faults"]):
+        if len(program["faults"]) > 1:
+            yield changed(lambda it, i=i: it["faults"].pop(i))
+        for key, simplest in (("rank", 0), ("point", 0), ("point", fault["point"] // 2)):
+            if fault[key] != simplest:
+                yield changed(lambda it, i=i, key=key, simplest=simplest: it["faults"][i].update({key: simplest}))
     for i in range(len(layers)) if len(layers) > 1 else ():
         yield changed(lambda it, i=i: _drop_layer(it, i))
     for i, phase in enumerate(phases):

@@ -120,7 +120,7 @@ def test_where_devices_wait_a_lost_rank_is_named(kind):
         if kind != "raises in user code":
             fault = dataclasses.replace(fault, point=fault.point + NEW_GROUP)
         run = simulated(run_all, size, seed, device=LATE[seed % 2], faults=[fault])
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))

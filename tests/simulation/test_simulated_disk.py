@@ -36,7 +36,7 @@ def runs(kind, seeds, in_background, folder):
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, in_background):
     failed = 0
     for run, size, folder in runs("finds the disk full", range(20), in_background, tmp_path):
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         assert not run.errors, run.story
         for errors in zip(*run.results.values(), strict=True):
             assert len({error is None for error in errors}) == 1, run.results
@@ -55,7 +55,7 @@ def test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, in_back
     struck = 0
     for run, size, folder in runs("is killed in a write", range(20), in_background, tmp_path):
         struck += len(run.struck)
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         steps_on_disk(folder, size)
         again = simulated(train_and_save, size, 0, str(folder), "FULL_SHARD", in_background)

@@ -7,6 +7,8 @@ Promises:
   `test_what_hooks_raise_is_told_to_the_others`
 - with two faults in a run, too, all that raise raise one text, in time:
   `test_two_faults_in_one_run_are_told_alike_and_in_time`, `test_two_ranks_that_are_lost_at_one_moment_give_one_text`
+- the same holds where ranks are on other machines and have just begun:
+  `test_ranks_of_other_machines_are_told_alike_and_in_time`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -30,32 +32,40 @@ USER_POINTS = 37
 POINTS_IN_HOOKS = 93  # of user code, with hooks; five are after the last step, or behind `step()`
 
 
-def runs(kind, seeds, host=False, sizes=(2, 3, 4), hooks=False):
+def runs(kind, seeds, host=False, sizes=(2, 3, 4), hooks=False, machines=False):
     """Run a training of each seed with one fault of ``kind``; ``host``: the rank that it strikes has the store."""
     for seed in seeds:
         chosen = random.Random(seed)
         size, strategy = chosen.choice(sizes), chosen.choice(faulty_programs.STRATEGIES)
         faults = draw(seed, size, 1, (POINTS[strategy], POINTS_IN_HOOKS if hooks else USER_POINTS), [kind])
-        where = {"host": faults[0].rank} if host else {}
+        where = {"host": faults[0].rank if host else None, "machines": machines}
         yield simulated(faulty_programs.train, size, seed, strategy, 0.01, hooks, faults=faults, **where), size
 
 
 @pytest.mark.parametrize("kind", [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"])
 def test_the_others_are_told_alike_and_in_time(kind):
     seen = 0
-    for run, size in runs(kind, range(20)):
-        checkers.nobody_waits_for_ever(run, size)
+    for run, _ in runs(kind, range(20)):
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))
     assert seen > 10, "the faults struck nobody whom others need"
 
 
+@pytest.mark.parametrize("kind", ["is killed", "is stopped", "has fewer batches"])
+def test_ranks_of_other_machines_are_told_alike_and_in_time(kind):
+    for run, _ in runs(kind, range(20), machines=True):
+        checkers.nobody_waits_for_ever(run)
+        checkers.all_are_told_in_time(run)
+        checkers.all_are_told_alike(run)
+
+
 @pytest.mark.parametrize("kind", kinds_of(USER))
 def test_what_hooks_raise_is_told_to_the_others(kind):
     seen = 0
-    for run, size in runs(kind, range(40), hooks=True):
-        checkers.nobody_waits_for_ever(run, size)
+    for run, _ in runs(kind, range(40), hooks=True):
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))
@@ -69,7 +79,7 @@ def test_two_faults_in_one_run_are_told_alike_and_in_time():
         size, strategy = chosen.choice([3, 4]), chosen.choice(faulty_programs.STRATEGIES)
         faults = draw(seed, size, 2, (POINTS[strategy], USER_POINTS))
         run = simulated(faulty_programs.train, size, seed, strategy, faults=faults)
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += len(run.struck) == 2
@@ -80,14 +90,14 @@ def test_two_ranks_that_are_lost_at_one_moment_give_one_text():
     for seed in [*range(2190, 2200), 8]:
         faults = [Fault("is killed", 4, 10), Fault("is interrupted", 2, 10)]
         run = simulated(faulty_programs.train, 5, seed, "SHARD_GRAD_OP", 0.01, True, faults=faults)
-        checkers.nobody_waits_for_ever(run, 5)
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
 
 
 def test_a_host_that_is_killed_takes_the_store_along():
-    for run, size in runs("is killed", range(20), host=True):
-        checkers.nobody_waits_for_ever(run, size)
+    for run, _ in runs("is killed", range(20), host=True):
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_that_the_store_is_gone(run)
 
@@ -95,7 +105,7 @@ def test_a_host_that_is_killed_takes_the_store_along():
 def test_a_late_rank_changes_nothing():
     late = 0
     for run, size in runs("is late", range(20), sizes=(2, 4)):  # halves are exact
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         checkers.nobody_raises(run, size, faulty_programs.unsharded(size))
         late += len(run.struck)
     assert late > 10
@@ -115,7 +125,7 @@ def runs_that_catch(seeds, alone, hooks=False):
 @pytest.mark.parametrize("hooks", [False, True])
 def test_what_all_ranks_catch_costs_the_step(hooks):
     for run, size in runs_that_catch(range(15), alone=False, hooks=hooks):
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         assert not run.errors, run.story
         (skipped,) = {tuple(skipped) for _, skipped in run.results.values()}
         assert len(skipped) == 1
@@ -125,7 +135,7 @@ def test_what_all_ranks_catch_costs_the_step(hooks):
 
 def test_a_rank_that_skips_a_step_alone_is_told_to_all():
     for run, size in runs_that_catch(range(15), alone=True):
-        checkers.nobody_waits_for_ever(run, size)
+        checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         assert len({error[:2] for error in run.errors.values()}) == 1, run.story
         finished = set(range(size)) - set(run.errors)  # with NO_SHARD the rank may end a step before the others

@@ -6,6 +6,7 @@ import tempfile
 import traceback
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,24 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
 from flatparam.fsdp.unit.registry import hold_changes
 
-from . import bitwise
-from .programs import DEFAULTS, GRIDS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
+from . import bitwise, checkers, process
+from .faults import Fault, user_code
+from .programs import DEFAULTS, GRIDS, NO_FAULTS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
 from .reference import Reference
 
 
 def play(program):
-    """Play all phases; return (virtual seconds, digests). Raises: the first error of a rank, or of a check."""
+    """Play all phases; return (virtual seconds, digests, the faults that have struck as texts).
+
+    Raises: the first error of a rank, or of a check.
+    """
     from . import ranks  # which needs the libraries of the simulation
 
     warnings.simplefilter("ignore")
 
+    program = NO_FAULTS | program
+    where = {"faults": [Fault(**each) for each in program["faults"]], "host": program["host"]}
+    where["machines"] = program["machines"]
     reference = Reference(program)
     carried, seconds, digests = None, 0.0, []
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
@@ -42,18 +50,63 @@ def play(program):
             saved = Path(folder, str(i))
             modules = {rank: build(program) for rank in range(phase["size"])}
 
-            def live(rank, phase=phase, events=events, carried=carried, saved=saved, modules=modules):
-                return _Rank(rank, program, phase, modules.pop(rank), iter(events)).live(carried, saved)
+            groups = {}
 
-            run = ranks.simulate(live, phase["size"], program["seed"]).must_end()
-            carried = run.results[0]
+            def prepare(rank, phase=phase, groups=groups):
+                groups[rank] = _groups(phase["strategy"], phase["inner"])
+
+            def live(rank, phase=phase, events=events, carried=carried, saved=saved, modules=modules, groups=groups):
+                module = modules.pop(rank)
+                layers = dict(module.layers.items())
+                model = wrap(program, phase, module, groups.pop(rank))
+                return _Rank(rank, phase, model, layers, iter(events)).live(carried, saved)
+
+            is_last = i == len(program["phases"]) - 1
+            faulty = where if is_last else {}
+            run = ranks.simulate(live, phase["size"], program["seed"], prepare=prepare, **faulty)
             seconds += run.seconds
             digests.append(run.digest)
-    return seconds, digests
+            if all(fault.kind == "is late" for fault in run.struck):
+                carried = run.must_end().results[0]
+            else:
+                _check_struck(run, program, saved, events[-1][1])
+    return seconds, digests, [str(fault) for fault in run.struck]
+
+
+def _check_struck(run, program, saved, wanted):
+    """Check a run in which faults have struck, and what it has left on the disk."""
+    run = SimpleNamespace(**process.told(run))
+    kinds = {fault.kind for fault in run.struck}
+    # Ranks of two groups may meet two faults
+    texts = checkers.all_are_told_alike, len(run.struck) if program["phases"][-1].get("strategy") in GRIDS else 1
+    if "finds the disk full" in kinds:
+        texts = (checkers.all_are_told_that_the_disk_is_full,)
+    elif program["host"] is not None:
+        texts = (checkers.all_are_told_that_the_store_is_gone,)
+    # No connection breaks of ranks that wait in the store for one of another machine
+    gone = checkers.STOPPED if program["machines"] else checkers.AT_ONCE
+    for check, *arguments in (
+        (checkers.nobody_waits_for_ever,),
+        (checkers.nobody_computes_other_values,),
+        (checkers.all_are_told_in_time, gone),
+        texts,
+    ):
+        try:
+            check(run, *arguments)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nnot true: {check.__name__}") from None
+    if saved.exists():
+        checkpoint.verify(saved)
+        module = build(program)
+        checkpoint.load(saved, module)
+        for name, param in module.named_parameters():
+            assert bitwise.is_same(param, wanted[name]), f"`{name}` is not the saved one in {saved}"
 
 
 def _groups(strategy, inner):
-    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other."""
+    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other; else None."""
+    if strategy not in GRIDS:
+        return None
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = [list(range(i, i + inner)) for i in range(0, size, inner)]
     found = []
@@ -63,13 +116,12 @@ def _groups(strategy, inner):
     return (found[0], dist.group.WORLD) if strategy.startswith("LAYER_ZERO") else tuple(found)
 
 
-def wrap(program, phase, module):
+def wrap(program, phase, module, groups):
     """``module`` with some of its layers, and itself, as units."""
-    strategy = phase["strategy"]
     low, reduced = PRECISIONS[phase["precision"]]
     arguments = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "process_group": _groups(strategy, phase["inner"]) if strategy in GRIDS else None,
+        "sharding_strategy": ShardingStrategy[phase["strategy"]],
+        "process_group": groups,
         "use_orig_params": phase["orig"],
         "segments": phase["segments"],
         "atomic": phase["atomic"],
@@ -87,10 +139,9 @@ def wrap(program, phase, module):
 class _Rank:
     """One rank of a phase. Its methods ``_NAME`` do the op NAME."""
 
-    def __init__(self, rank, program, phase, module, events):
+    def __init__(self, rank, phase, model, layers, events):
         self.rank, self.phase, self.events = rank, phase, events
-        self.layers = dict(module.layers.items())
-        self.model = wrap(program, phase, module)
+        self.layers, self.model = layers, model
         self.optimizer = OPTIMIZERS[phase["optimizer"]](self.model.parameters())
         self.other = nn.Linear(2, 2)
         self.others_optimizer = torch.optim.SGD(self.other.parameters(), lr=0.1)
@@ -100,6 +151,7 @@ class _Rank:
             self._load(*carried)
         self._check_parameters()
         for name, *arguments in self.phase["ops"]:
+            user_code()
             getattr(self, f"_{name}")(*arguments)
         self._check_parameters()
         bitwise.check_whole(self.model, self.wanted)
@@ -191,15 +243,21 @@ class _Programs:
 
 
 def play_seeds(first, last):
-    """Play the programs of seeds until one fails; return a list of (seed, virtual seconds, digests, error or None)."""
+    """Play the programs of seeds until one fails, or is struck by a fault.
+
+    Such a run leaves threads and worlds behind. Returns a list of (seed, virtual seconds, digests, error or None).
+    """
     found = []
     gc.disable()  # each run collects before and after it
     programs = _Programs()
     hold_changes(programs)  # to make and undo them for each world takes as long as its steps
     for seed in range(first, last):
         try:
-            found.append((seed, *play(draw(seed)), None))
+            seconds, digests, struck = play(draw(seed))
+            found.append((seed, seconds, digests, None))
         except BaseException:
             found.append((seed, 0.0, [], traceback.format_exc()))
-            break  # a failed run leaves threads and worlds behind
+            break
+        if struck:
+            break
     return found
