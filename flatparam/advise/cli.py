@@ -112,7 +112,7 @@ def parser() -> Parser:
 
 def _add_question(made: Parser) -> None:
     add = made.add_argument_group("model and machine").add_argument
-    size = quantity({"B": 1, "b": 1}, "80GB")
+    size, activations = (quantity({"B": 1, "b": 1}, example) for example in ("80GB", "4MB or 4456448B"))
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=positive, metavar="N", required=True, help="ranks")
     add("--gpu-memory", type=size, metavar="SIZE", required=True, help="memory that a rank may use, say 80GB or 74GiB")
@@ -125,7 +125,7 @@ def _add_question(made: Parser) -> None:
     )
     add(
         "--activations",
-        type=size,
+        type=activations,
         metavar="SIZE",
         help="bytes of activations that a rank keeps for each token from forward to backward; a transformer in "
         "bf16 keeps about 34 x layers x width; flatparam.advise.activations.bytes_per_token measures a block",

@@ -194,7 +194,7 @@ class Loading(ModelPlan):
             if named is not None:
                 of_optimizer = source.told_of_optimizer()
                 if of_optimizer is None:
-                    raise CheckpointError(f"{self.path}: has no optimizer state")
+                    raise CheckpointError(f"{self.path}: has no optimizer state: load it without an optimizer")
                 self.targets = OptimizerPlan(named, of_optimizer, source, self._own("own_states"))
                 self.targets.plan(strict, convert)
                 self.targets.sums = Sums(held, index, source, self.rank, self.size)

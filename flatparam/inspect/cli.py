@@ -81,6 +81,9 @@ def parser() -> Parser:
     return made
 
 
+ONE_UNIT = "\nthe model is one unit: --wrap CLASS makes a unit of each module of a class, say of the blocks"
+
+
 def drawing(command: str, option: str) -> Any:
     """Import the module ``picture`` of ``command``, for its ``option``. Raises: BadInput if matplotlib is missing."""
     try:
@@ -108,7 +111,8 @@ def inspect(options: argparse.Namespace) -> tuple[str, int]:
         options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
     if options.png is not None:
         drawing("inspect", "--png").draw(head, units, settings, plans_by_strategy(module, settings), options.png)
-    return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}", 0
+    hint = "" if options.wrap or options.min_params else ONE_UNIT
+    return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}{hint}", 0
 
 
 def main(arguments: list[str]) -> int:

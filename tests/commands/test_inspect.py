@@ -121,6 +121,19 @@ def test_equal_units_are_printed_once(capsys, tmp_path):
     assert lines[0].endswith(f"{peak / 1024:.1f} KiB")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"), [([], True), (["--wrap", "Block"], False), (["--min-params", "9999999"], False)]
+)
+def test_a_model_of_one_unit_is_told_of_the_option(capsys, tmp_path, arguments, told):
+    printed, _ = inspect(capsys, tmp_path, "inspected:model", *arguments)
+    assert (
+        printed.endswith(
+            "\nthe model is one unit: --wrap CLASS makes a unit of each module of a class, say of the blocks\n"
+        )
+        is told
+    )
+
+
 def test_one_rank_and_no_shard_hold_everything_once(capsys, tmp_path):
     for arguments in (["--world-size", "1"], ["--world-size", "6", "--strategy", "NO_SHARD"]):
         _, found = inspect(capsys, tmp_path, "inspected:model", *arguments, "--optimizer", "sgd")

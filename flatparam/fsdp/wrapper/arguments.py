@@ -179,8 +179,11 @@ def check_types(**arguments: object) -> None:
         if not isinstance(value, cls) and not (value is None and may_be_none):
             wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{' or None' if may_be_none else ''}"
             wanted = "True or False" if cls is int else wanted
-            if cls is MixedPrecision and isinstance(value, torch.dtype):
-                wanted += f", as in MixedPrecision(param_dtype={value})"
+            if cls is MixedPrecision:
+                dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
+                wanted += f", as in MixedPrecision(param_dtype={dtype})"
+            if cls is CPUOffload:
+                wanted += ", as in CPUOffload(offload_params=True)"
             raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
     precision = arguments.get("mixed_precision")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):

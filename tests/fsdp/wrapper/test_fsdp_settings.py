@@ -12,6 +12,7 @@ Promises:
 import copy
 import functools
 import itertools
+import re
 import warnings
 
 import pytest
@@ -360,10 +361,17 @@ def test_a_strategy_may_be_a_name():
                 FSDP(nn.Linear(2, 2), sharding_strategy=wrong)
 
 
-def test_a_dtype_for_mixed_precision_is_told_how_to_be_one():
-    expected = r"or None, as in MixedPrecision\(param_dtype=torch.bfloat16\), got torch.bfloat16"
-    with fake_world(1), pytest.raises(TypeError, match=expected):
-        FSDP(nn.Linear(2, 2), mixed_precision=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("argument", "example"),
+    [
+        ({"mixed_precision": torch.float16}, "MixedPrecision(param_dtype=torch.float16), got torch.float16"),
+        ({"mixed_precision": "bf16"}, "MixedPrecision(param_dtype=torch.bfloat16), got 'bf16'"),
+        ({"cpu_offload": True}, "CPUOffload(offload_params=True), got True"),
+    ],
+)
+def test_a_setting_in_another_form_is_told_the_form(argument, example):
+    with fake_world(1), pytest.raises(TypeError, match=re.escape(f"or None, as in {example}")):
+        FSDP(nn.Linear(2, 2), **argument)
 
 
 @pytest.mark.parametrize("policy", [{Block}, [Block], ModuleWrapPolicy(Block), ModuleWrapPolicy({Block})])
