@@ -67,13 +67,15 @@ class SavePlan:
     """The plan of one rank.
 
     ``parts``: file -> boxes to write. ``told``: values for the index, as JSON. ``held``: parameters and buffers here.
-    ``alone``: values that are written only if they differ from rank 0's.
+    ``alone``: values that are written only if they differ from rank 0's. ``shares``: replicas of a shard share the
+    writing; False: each lists all of it.
     """
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
     held: list[LocalParam] = field(default_factory=list)
     alone: Alone = field(default_factory=Alone)
+    shares: bool = True
 
     @property
     def bytes(self) -> int:
@@ -81,7 +83,7 @@ class SavePlan:
 
     def add(self, folder: str, key: str, held: LocalParam, values: Tensor, rank: int) -> None:
         """Add the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""
-        begin, end = written(held, rank)
+        begin, end = written(held, rank, self.shares)
         boxes = held.dense.boxes(begin, end)
         if not boxes and rank == 0 and 0 in held.shape:
             self._put(folder, 0, rank, Part.whole(key, values.new_empty(held.shape)))
@@ -114,8 +116,12 @@ class SavePlan:
         self.parts.setdefault(f"{folder}/{name}.safetensors", []).append(part)
 
 
-def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainable_only: bool = False) -> SavePlan:
+def plan_save(
+    module: nn.Module, optimizer: Any, extra: Any, rank: int, trainable_only: bool = False, shares: bool = True
+) -> SavePlan:
     """Return the plan of ``rank``. Nothing is written; ``.grad`` and the model are as before.
+
+    ``shares``: of ``SavePlan``.
 
     Raises: CheckpointError, StateError or ValueError naming the parameter or value that cannot be saved.
     """
@@ -123,7 +129,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     units = list(unit_paths(module))
     for unit in units:
         unit.check_not_mismatched("checkpoint.save")
-    plan = SavePlan(held=list(all_held(module, trainable_only)))
+    plan = SavePlan(held=list(all_held(module, trainable_only)), shares=shares)
     named = None if optimizer is None else Named(optimizer, plan.held)
     for held in plan.held:
         if isinstance(held, InHandle) and held.handle._sum != Sum.NONE:
@@ -213,7 +219,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
     keys: dict[str, list[str]] = {param.name: [] for group in named.groups for param in group.params if param.numel}
     for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
-        begin, end = written(held, rank)
+        begin, end = written(held, rank, plan.shares)
         if kind == "box":
             plan.add(OPTIMIZER, name, held, value, rank)
         if of_piece:

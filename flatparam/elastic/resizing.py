@@ -155,7 +155,7 @@ class _Moving:
         if len(held_by) > 1 or len(aways) > 1:
             raise StateError(f"{_WHAT}: the units of the model are over different ranks, {sorted(held_by)}: {_WAY_OUT}")
         [holders] = held_by
-        self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()))
+        self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()), shares=False)
         self.plan.keep_alone(holders.index(dist.get_rank()), False)
         for held in self.plan.held:
             if isinstance(held, InHandle):
@@ -205,9 +205,9 @@ class _Moving:
             at |= dict.fromkeys(theirs, rank)
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
         try:
-            rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], group), lambda said: None)
+            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], group), lambda said: None)
             rendezvous.agree(self.compare_units, lambda said: None)
-            sent = move(self.source, self.reads, parts, [at[i] for i in sorted(told)])
+            sent = move(self.source, self.reads, parts)
             rendezvous.agree(lambda: None, lambda said: None, is_last=True)
         except BaseException:
             self.undo()
@@ -218,7 +218,7 @@ class _Moving:
     @torch.no_grad()
     def bind(self, told: list[Any], group: Any) -> None:
         """Bind the units to the new ranks, and plan what this rank reads. Raises: the caller then calls ``undo``."""
-        self.source = Pieces(told)
+        self.source = Pieces(told, dist.get_rank())
         holds = dist.get_rank() in self.ranks
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))

@@ -57,18 +57,28 @@ def described(plan: SavePlan) -> Table:
 
 
 class Pieces(Source):
-    """The boxes of all ranks that hold a model. ``told``: ``described`` of each, by its index among them."""
+    """The boxes of all ranks that held a model, for rank ``me``. ``told``: each one's table, and who has it now.
 
-    def __init__(self, told: Sequence[Table]):
+    Replicas have equal boxes. A rank takes its own, or that of one replica: ranks with other numbers take other ones.
+    ``holder``: file -> the rank that has its boxes.
+    """
+
+    def __init__(self, told: Sequence[tuple[Table, int]], me: int):
         self.index: Index = Index("", len(told), {})
         self._small: dict[tuple[str, int], Tensor] = {}
-        self.holder: dict[str, int] = {}  # file -> index of the rank
-        for rank, (_, boxes, small) in enumerate(told):
+        self.holder: dict[str, int] = {}
+        replicas: dict[Any, list[Chunk]] = {}
+        for (_, boxes, small), rank in told:
             self._small |= small
             for folder, key, chunk in boxes:
-                self.index.tensors.setdefault(folder, {}).setdefault(key, []).append(chunk)
                 self.holder[chunk.file] = rank
-        merge(self.index, (table for table, _, _ in told))
+                alike = chunk.file if folder == RANKS else (chunk.dtype, chunk.shape, chunk.offsets, chunk.sizes)
+                replicas.setdefault((folder, key, alike), []).append(chunk)
+        for (folder, key, _), chunks in replicas.items():
+            mine = [chunk for chunk in chunks if self.holder[chunk.file] == me]
+            chosen = mine[0] if mine else chunks[me % len(chunks)]
+            self.index.tensors.setdefault(folder, {}).setdefault(key, []).append(chosen)
+        merge(self.index, (table for (table, _, _), _ in told))
         self.about, tensors = self.index.about, self.index.tensors
         self.model, self.optimizer, self.own = (tensors.get(folder, {}) for folder in ("model", OPTIMIZER, RANKS))
         self.digest = ""
@@ -92,8 +102,8 @@ def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]], holders: Sequence[int]) -> int:
-    """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds; ``holders``: ranks of the world.
+def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]]) -> int:
+    """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds.
 
     A collective call of all ranks of the world. Returns: the number of bytes that this rank has sent.
     Raises: OrderError if another rank cannot come to it.
@@ -105,7 +115,7 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
         if source.is_small(read):
             source.read(read)
         else:
-            wanted[holders[source.holder[read.chunk.file]]].append(read)
+            wanted[source.holder[read.chunk.file]].append(read)
     for read in wanted[me]:
         read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
     wanted[me] = []

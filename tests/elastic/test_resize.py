@@ -2,7 +2,7 @@
 
 Promises:
 - all pairs of 1 to 4 ranks, strategies, parameters, optimizers, bit for bit: `test_resize_equals_save_and_load`
-- the intersections of shards are sent, and no more: `test_only_intersections_are_sent`
+- the intersections of shards are sent, and no more; replicas send equal parts: `test_only_intersections_are_sent`
 - after a refusal gradients, states and training are as without the call: `test_a_refusal_leaves_everything_as_it_was`,
   `test_a_joiner_that_differs_is_refused_by_all`
 """
@@ -137,21 +137,28 @@ def test_resize_on_real_processes():
     run_ranks(on_processes, 2)
 
 
-def sent_bytes():
-    model = built("FULL_SHARD", False)
+def sent_bytes(strategy):
+    """fp32: the parameter and two states of Adam. A new rank gets what it has not had, from any rank that has it."""
+    model = built(strategy, False)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     steps(model, optimizer, dist.get_rank(), 0, 1)
     numels = [part.layout.numel_params for part in parts_of(model)]
-    for before, after in ((4, 3), (3, 1), (1, 4), (4, 2)):
+    for before, after in ((4, 3), (3, 1), (1, 4), (4, 2), (2, 4)):
         result = elastic.resize(model, optimizer, range(after))
-        total = torch.tensor(result.sent)
-        dist.all_reduce(total)
-        change = sum(e // -(-n // before) != e // -(-n // after) for n in numels for e in range(n))
-        assert int(total) == 4 * 3 * change, (before, after)  # fp32: the parameter and two states of Adam
+        sent = [None] * 4
+        dist.all_gather_object(sent, result.sent)
+        if strategy == "NO_SHARD":
+            joins = max(0, after - before)
+            assert sum(sent) == 4 * 3 * sum(numels) * joins, (before, after)
+            assert max(sent) <= 4 * 3 * sum(numels) * -(-joins // before), (before, after)
+        else:
+            change = sum(e // -(-n // before) != e // -(-n // after) for n in numels for e in range(n))
+            assert sum(sent) == 4 * 3 * change, (before, after)
 
 
-def test_only_intersections_are_sent():
-    simulate_ranks(sent_bytes, 4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "ZERO_1"])
+def test_only_intersections_are_sent(strategy):
+    simulate_ranks(sent_bytes, 4, strategy)
 
 
 def refused():
