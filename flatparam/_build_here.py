@@ -105,7 +105,8 @@ def _key(sources: Path, torch_folder: Path) -> Iterator[str]:
 
 def _compile(sources: Path, torch_folder: Path, kept: Path, log: Path) -> None:
     """Compile in a copy of the sources, and put the extension into the folder ``kept``, complete or not at all."""
-    print(f"flatparam: compiling the extension, once, into {kept} (some minutes)", file=sys.stderr, flush=True)
+    about = f"flatparam: compiling the extension, once, into {kept}: 1 to 2 minutes; {log} tells how far it is"
+    print(about, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as name:
         tree = Path(name, "tree")
         shutil.copytree(sources, tree)
