@@ -168,7 +168,8 @@ def nothing_fits(found: list[Candidate], question: Question) -> str:
     return (
         f"nothing fits in {human(question.gpu_memory)}: the smallest, {best.strategy}{inner}, units "
         f"{best.boundary.name}, {micro_batches(best)}, takes "
-        f"{human(best.memory)}, {human(best.memory - question.gpu_memory)} too much"
+        f"{human(best.memory)}, {human(best.memory - question.gpu_memory)} too much: take "
+        "more ranks, or CPU offload, which is not counted here"
     )
 
 

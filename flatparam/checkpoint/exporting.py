@@ -95,6 +95,8 @@ def export(
     target = Path(os.path.abspath(file))
     if target.is_dir():
         raise CheckpointError(f"{target}: is a folder; name a file in it")
+    if target.suffix != ".safetensors":
+        raise CheckpointError(f"{target}: expected a name that ends in .safetensors, got {target.name}")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent}: there is no such folder; make it first")
     meter = Meter("export", progress)

@@ -183,10 +183,18 @@ def test_new_parents_are_on_the_disk(tmp_path, monkeypatch):
 
 def test_a_file_that_no_export_can_write_is_refused_before_it_reads(tmp_path):
     checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
-    for file, why in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "no" / "x", "there is no such folder")):
+    script = tmp_path / "train.py"
+    script.write_text("mine")
+    for file, why in (
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "no" / "x.safetensors", "there is no such folder"),
+        (script, r"expected a name that ends in \.safetensors, got train\.py"),
+        (tmp_path / "model.bin", r"expected a name that ends in \.safetensors, got model\.bin"),
+    ):
         with pytest.raises(CheckpointError, match=why):
             checkpoint.export(tmp_path / "one", file)
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "train.py"]
+    assert script.read_text() == "mine"
 
 
 def test_where_nothing_can_be_written_one_process_raises_as_several_do(tmp_path):

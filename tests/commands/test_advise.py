@@ -420,7 +420,7 @@ def test_nothing_fits_says_by_how_much(capsys, tmp_path):
     least = min(one["memory"]["total"] for one in found["fitting"])
     assert least < 8000
     printed, found = advise(capsys, tmp_path, *arguments, "--gpu-memory", f"{least - 100}B", status=1)
-    assert f"takes {least / 1024:.2f} KiB, 100 B too much" in printed
+    assert f"takes {least / 1024:.2f} KiB, 100 B too much: take more ranks" in printed
     assert "nothing fits in" in printed
     assert "the plan is in fp32, the dtype of the parameters: --param-dtype bf16" in printed
     assert found["fitting"] == []
