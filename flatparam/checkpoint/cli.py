@@ -14,7 +14,7 @@ from ..fsdp.errors import FileError
 from ..fsdp.names import printable
 from ..fsdp.states.safetensors_files import DTYPES
 from .errors import CheckpointError
-from .exporting import TIED, export, opened, tensors_of, verify
+from .exporting import TIED, export, opened, other_names, tensors_of, verify
 from .files import Chunk
 from .index import Index
 
@@ -125,7 +125,12 @@ def do(options: argparse.Namespace) -> tuple[str, int]:
         return f"{summary}: {without_sums if summary.id is None else 'as it was saved'}", 0
     on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: the process was started without one
     progress = on_terminal and not options.quiet
-    return str(export(path, options.file, tied=options.tied, trusted=trusted, progress=progress)), 0
+    written = export(path, options.file, tied=options.tied, trusted=trusted, progress=progress)
+    with opened(path, trusted) as source:
+        left_out = other_names(source) if options.tied == "one" else {}
+    names = ", ".join(f"{name} as {kept}" for name, kept in left_out.items())
+    told = f"\ntied, in it once: {names}. Load it by safetensors.torch.load_model(), or export with --tied all"
+    return f"{written}{told if names else ''}", 0
 
 
 def main(arguments: list[str]) -> int:

@@ -102,7 +102,7 @@ def export(
     meter = Meter("export", progress)
     try:
         with opened(path, trusted) as source:
-            parts, left_out = [], _other_names(source) if tied == "one" else {}
+            parts, left_out = [], other_names(source) if tied == "one" else {}
             for name, chunks in source.model.items():
                 if name in left_out:
                     continue
@@ -130,7 +130,7 @@ def export(
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
 
 
-def _other_names(source: Source) -> dict[str, str]:
+def other_names(source: Source) -> dict[str, str]:
     """Map each name of a tied parameter that is left out to the name that is written."""
     aliases: dict[str, str] = {} if source.index is None else source.index.about.get("aliases", {})
     groups: dict[str, list[str]] = {}

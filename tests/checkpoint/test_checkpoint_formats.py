@@ -16,7 +16,7 @@ from torch import nn
 
 from flatparam import FileError, checkpoint, load_safetensors
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.checkpoint import CheckpointError
+from flatparam.checkpoint import CheckpointError, cli
 
 NEWER = [
     getattr(torch, name)
@@ -98,7 +98,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_tied_names_are_exported_as_safetensors_saves_a_model(tmp_path):
+def test_tied_names_are_exported_as_safetensors_saves_a_model(tmp_path, capsys):
     model = Tied()
     checkpoint.save(tmp_path / "ours", model)
     checkpoint.export(tmp_path / "ours", tmp_path / "one.safetensors")
@@ -117,6 +117,12 @@ def test_tied_names_are_exported_as_safetensors_saves_a_model(tmp_path):
         assert other.head.weight is other.embed.weight
     with pytest.raises(CheckpointError, match=r"expected tied= to be one of 'one', 'all', got 'some'"):
         checkpoint.export(tmp_path / "ours", tmp_path / "one.safetensors", tied="some")
+    told = []
+    for tied in ("one", "all"):
+        cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "again.safetensors"), "--quiet", "--tied", tied])
+        told.append(capsys.readouterr().out.splitlines()[1:])
+    how = "Load it by safetensors.torch.load_model(), or export with --tied all"
+    assert told == [[f"tied, in it once: head.weight as embed.weight. {how}"], []]
 
 
 class WithEmpty(nn.Module):
