@@ -61,7 +61,8 @@ def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalP
 def written(held: LocalParam, rank: int, shares: bool = True) -> tuple[int, int]:
     """Return the elements ``[begin, end)`` of the whole tensor, in its memory order, that this rank writes.
 
-    Replicas of a shard write equal parts of it, or unless ``shares`` each writes all of it. ``rank``: in the group that saves; rank 0 writes unsharded tensors.
+    Replicas of a shard write equal parts of it, or unless ``shares`` each writes all of it. ``rank``: in the group that
+    saves; rank 0 writes unsharded tensors.
     """
     if held.is_managed and not (shares and isinstance(held, UnitParam)):
         return held.start, held.start + held.numel

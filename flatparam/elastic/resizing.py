@@ -13,7 +13,6 @@ The old shards stay in memory until the commit.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +29,12 @@ from ..checkpoint.pieces import InHandle
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
 from ..checkpoint.rendezvous import Rendezvous
 from ..common.torch_private import FakeProcessGroup
-from ..fsdp.api import ShardingStrategy as S
 from ..fsdp.desync.checked_collectives import gather_objects
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.same_unit import Agreed, check_same_unit
 from ..fsdp.desync.unit_ids import assign
 from ..fsdp.errors import StateError
-from ..fsdp.sharding.placement import Placement, place
+from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed, place
 from ..fsdp.sharding.unit_description import describe_unit
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.summon import refuse_unreduced
@@ -44,7 +42,6 @@ from .transport import Held, Pieces, described, move
 
 _WHAT = "elastic.resize"
 _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it there"
-_CAN = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.ZERO_1)
 
 
 @dataclass
@@ -65,7 +62,7 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
     up its shards and optimizer states: its model raises StateError until a later call names the rank again.
 
     Args:
-        model: wrapped, with a strategy over one group.
+        model: wrapped. Where a strategy is over two groups, ``ranks`` is cut into inner groups of the same size.
         optimizer: one, or a list or dict of several; None: none.
         ranks: ranks of the world, in ascending order.
         extra: this rank's own values, as in ``checkpoint.save``.
@@ -76,15 +73,24 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
     """
     moving = _Moving(model, optimizer, list(ranks))
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
-    holders = rendezvous.agree(lambda: moving.plan_old(extra), moving.compare)
-    group = _group_of(list(ranks))
+    holders, inner = rendezvous.agree(moving.check, moving.compare)
+    rendezvous.agree(lambda: moving.plan_old(holders, extra), lambda said: None)
+    groups = [
+        groups_over(wrapper._strategy, moving.ranks, size) for wrapper, size in zip(moving.wrappers, inner, strict=True)
+    ]
     here = {holders.index(dist.get_rank()): Held(described(moving.plan), moving.plan.parts)} if moving.holds else {}
-    return moving.carry_out(rendezvous, here, group)
+    return moving.carry_out(rendezvous, here, groups)
 
 
 def check_model(model: nn.Module) -> None:
     """Raises: StateError naming a unit that cannot be bound to other ranks."""
-    _Moving(model, None, []).check_units()
+    moving = _Moving(model, None, [])
+    moving.check_units()
+    for wrapper in moving.wrappers:
+        if is_grid(wrapper._strategy):
+            raise StateError(
+                f"{_WHAT}: {wrapper._unit.name} has the strategy {wrapper._strategy.name}, over two groups: {_WAY_OUT}"
+            )
 
 
 def leave(model: nn.Module) -> None:
@@ -102,23 +108,12 @@ def enter(model: nn.Module, optimizer: Any, here: dict[int, Held]) -> Any:
     Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
     """
     moving = _Moving(model, optimizer, list(range(_world().size())))
-    return moving.carry_out(Rendezvous(None, SetupCollective.RESIZES, model), here, _world()).extra
+    groups = [{"wide": _world()}] * len(moving.wrappers)
+    return moving.carry_out(Rendezvous(None, SetupCollective.RESIZES, model), here, groups).extra
 
 
 def _world() -> Any:
     return dist.group.WORLD
-
-
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-
-
-def _group_of(ranks: list[int]) -> Any:
-    """Return the group of ``ranks``, one for each list: the world itself, or a new one. A collective call."""
-    world = _world()
-    known = _groups.setdefault(world, {tuple(range(world.size())): world})
-    if tuple(ranks) not in known:
-        known[tuple(ranks)] = dist.new_group(ranks)
-    return known[tuple(ranks)]
 
 
 class _Moving:
@@ -134,8 +129,8 @@ class _Moving:
         self._agreed: list[Agreed] = []
         self.loading: Loading | None = None
 
-    def plan_old(self, extra: Any) -> list[Any]:
-        """Check the call, and plan the save of the shards here. Returns: for ``compare``."""
+    def check(self) -> list[Any]:
+        """Check the call and the units. Returns: for ``compare``."""
         world = _world()
         if isinstance(world, FakeProcessGroup):
             raise StateError(f"{_WHAT}: the world is a fake one, without other ranks")
@@ -147,14 +142,23 @@ class _Moving:
             raise CheckpointError(f"expected ascending ranks from 0 to {world.size() - 1}, got {self.ranks}")
         self.check_units()
         labels = None if self.optimizer is None else list(labelled(self.optimizer))
+        strategies = [wrapper._strategy.name for wrapper in self.wrappers]
+        said = [self.ranks, labels, strategies]
         aways = {wrapper._unit.is_away for wrapper in self.wrappers}
         if aways == {True}:
-            return [self.ranks, None, labels]
+            return [said, None]
+        if len(aways) > 1:
+            raise StateError(f"{_WHAT}: this rank holds shards of only a part of the model: {_WAY_OUT}")
         self.holds = True
-        held_by = {tuple(dist.get_process_group_ranks(wrapper.process_group)) for wrapper in self.wrappers}
-        if len(held_by) > 1 or len(aways) > 1:
-            raise StateError(f"{_WHAT}: the units of the model are over different ranks, {sorted(held_by)}: {_WAY_OUT}")
-        [holders] = held_by
+        placements = [wrapper._placement for wrapper in self.wrappers]
+        inner = [1 if one.param is None else one.param.size() for one in placements]
+        over = {rank for one in placements for group in one.groups for rank in dist.get_process_group_ranks(group)}
+        return [said, [inner, sorted(over | {dist.get_rank()}), [one.shards * one.replicas for one in placements]]]
+
+    def plan_old(self, holders: list[int], extra: Any) -> None:
+        """Plan the save of the shards here. ``holders``: the ranks that hold the model."""
+        if not self.holds:
+            return
         self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()), shares=False)
         self.plan.keep_alone(holders.index(dist.get_rank()), False)
         for held in self.plan.held:
@@ -162,7 +166,6 @@ class _Moving:
                 raise StateError(f"{_WHAT}: `{held.name}` is in a handle that is driven by hand: {_WAY_OUT}")
         if given_by(self.model, self.plan.held) is not None:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
-        return [self.ranks, list(holders), labels]
 
     def check_units(self) -> None:
         check_idle(self.model, _WHAT)
@@ -170,10 +173,10 @@ class _Moving:
             raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")
         for wrapper in self.wrappers:
             name = wrapper._unit.name
-            if wrapper._strategy not in _CAN:
-                raise StateError(f"{_WHAT}: {name} has the strategy {wrapper._strategy.name}: {_WAY_OUT}")
             if wrapper._placement.mesh is not None or wrapper._unit.options.extensions:
                 raise StateError(f"{_WHAT}: {name} is over a device mesh: {_WAY_OUT}")
+            if not wrapper._unit.is_away and not is_placed(wrapper._strategy, wrapper._placement):
+                raise StateError(f"{_WHAT}: {name} has a placement of its own: {_WAY_OUT}")
             for flat_param in wrapper._unit.flat_params:
                 if flat_param.device.type != "cpu":
                     raise StateError(
@@ -183,20 +186,34 @@ class _Moving:
                     raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
         refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
 
-    def compare(self, said: list[list[Any]]) -> list[int]:
-        """On the first rank: compare the ranks' arguments. Returns: the ranks that hold the model."""
-        holders: list[int] = next((found for _, found, _ in said if found is not None), [])
-        for rank, (ranks, found, labels) in enumerate(said):
-            if ranks != said[0][0]:
-                raise CheckpointError(f"rank {rank} resizes to the ranks {ranks}, rank 0 to {said[0][0]}")
-            if labels != said[0][2]:
-                raise CheckpointError(f"rank {rank} gives the optimizers {labels}, rank 0 {said[0][2]}")
-            if found != (holders if rank in holders else None):
-                raise CheckpointError(f"rank {rank} says that the model is on the ranks {found}, not on {holders}")
-        return holders
+    def compare(self, said: list[Any]) -> list[Any]:
+        """On the first rank: compare all ranks. Returns: ranks that hold the model; size of each unit's inner group."""
+        holders = [rank for rank, (_, held) in enumerate(said) if held is not None]
+        inner = said[holders[0]][1][0] if holders else []
+        for rank, (mine, held) in enumerate(said):
+            (ranks, labels, strategies), first = mine, said[0][0]
+            if ranks != first[0]:
+                raise CheckpointError(f"rank {rank} resizes to the ranks {ranks}, rank 0 to {first[0]}")
+            if labels != first[1]:
+                raise CheckpointError(f"rank {rank} gives the optimizers {labels}, rank 0 {first[1]}")
+            if strategies != first[2]:
+                raise CheckpointError(f"rank {rank} has units of the strategies {strategies}, rank 0 of {first[2]}")
+            if held is not None and (
+                held[0] != inner or not set(held[1]) <= set(holders) or set(held[2]) != {len(holders)}
+            ):
+                raise CheckpointError(
+                    f"rank {rank} has units over the ranks {held[1]}, not each over all of {holders}: {_WAY_OUT}"
+                )
+        for wrapper, size in zip(self.wrappers, inner, strict=True):
+            if is_grid(wrapper._strategy) and len(self.ranks) % size:
+                raise CheckpointError(
+                    f"{wrapper._unit.name} has inner groups of {size} ranks, and {len(self.ranks)} ranks were given: "
+                    f"expected {', '.join(map(str, range(size, len(said) + 1, size)))} of them"
+                )
+        return [holders, inner]
 
-    def carry_out(self, rendezvous: Rendezvous, here: dict[int, Held], group: Any) -> Resized:
-        """Bind to ``group``, move, commit. ``here``: number of an old rank -> its boxes, on this rank."""
+    def carry_out(self, rendezvous: Rendezvous, here: dict[int, Held], groups: list[dict[str, Any]]) -> Resized:
+        """Bind units to their ``groups``, move, commit. ``here``: number of an old rank -> its boxes, on this rank."""
         told: dict[int, Any] = {}
         at: dict[int, int] = {}
         tables = {number: held.table for number, held in here.items()}
@@ -205,7 +222,7 @@ class _Moving:
             at |= dict.fromkeys(theirs, rank)
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
         try:
-            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], group), lambda said: None)
+            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], groups), lambda said: None)
             rendezvous.agree(self.compare_units, lambda said: None)
             sent = move(self.source, self.reads, parts)
             rendezvous.agree(lambda: None, lambda said: None, is_last=True)
@@ -216,7 +233,7 @@ class _Moving:
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
-    def bind(self, told: list[Any], group: Any) -> None:
+    def bind(self, told: list[Any], groups: list[dict[str, Any]]) -> None:
         """Bind the units to the new ranks, and plan what this rank reads. Raises: the caller then calls ``undo``."""
         self.source = Pieces(told, dist.get_rank())
         holds = dist.get_rank() in self.ranks
@@ -224,14 +241,14 @@ class _Moving:
         self._undo.append(functools.partial(_restore, kept))
         for one in labelled(self.optimizer).values() if self.optimizer is not None else ():
             self._undo.append(_take_state(one))
-        for wrapper in self.wrappers:
-            placement = place(wrapper._strategy, {"wide": group}) if holds else Placement()
+        for wrapper, mine in zip(self.wrappers, groups, strict=True):
+            placement = place(wrapper._strategy, mine) if holds else Placement()
             self._undo.append(wrapper._unit.bind(placement, holds))
             self._undo.append(_set_placement(wrapper, placement))
             if wrapper._in_full:
                 wrapper._unit.core.compute_in_full(True)
         if holds:
-            self.loading = Loading(self.model, self.optimizer, *(group.rank(), group.size()))
+            self.loading = Loading(self.model, self.optimizer, self.ranks.index(dist.get_rank()), len(self.ranks))
             self.loading.prepare_from(self.source)
 
     def compare_units(self) -> None:
@@ -240,9 +257,9 @@ class _Moving:
             unit = wrapper._unit
             originals = [original for flat_param in unit.flat_params for original in flat_param.originals]
             described = describe_unit(unit.name, originals, unit.options)
-            self._agreed.append(
-                check_same_unit(described, unit.options.placement.compared, None, dict, (unit.name, ""))
-            )
+            placement = unit.options.placement
+            inner = placement.param if placement.has_secondary_shard else None
+            self._agreed.append(check_same_unit(described, placement.compared, inner, dict, (unit.name, "")))
 
     @property
     def reads(self) -> list[Any]:

@@ -1,10 +1,11 @@
 """``elastic.resize`` moves a model to other ranks, and equals a checkpoint that is saved before and loaded there.
 
 Promises:
-- all pairs of 1 to 4 ranks, strategies, parameters, optimizers, bit for bit: `test_resize_equals_save_and_load`
-- the intersections of shards are sent, and no more; replicas send equal parts: `test_only_intersections_are_sent`
+- all pairs of 1 to 4 ranks, strategies, parameters, optimizers, bit for bit: `test_resize_equals_save_and_load`,
+  `test_strategies_over_two_groups`, `test_eight_ranks`
+- the intersections of shards are sent, and no more; replicas take turns: `test_only_intersections_are_sent`
 - after a refusal gradients, states and training are as without the call: `test_a_refusal_leaves_everything_as_it_was`,
-  `test_a_joiner_that_differs_is_refused_by_all`
+  `test_a_joiner_that_differs_is_refused_by_all`, `test_groups_that_do_not_fit_are_refused_by_name`
 """
 
 import itertools
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from checkpoints import Odd
 from fsdp_models import Model, loss_of
 from gloo import note, run_ranks
+from layer_zero_ranks import group_of
 from simulated_ranks import simulate_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import Placement, checkpoint, elastic
 from flatparam import ShardingStrategy as S
-from flatparam import checkpoint, elastic
 from flatparam.checkpoint import CheckpointError
 from flatparam.fsdp.errors import StateError
 
@@ -28,7 +30,23 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.001),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-5, momentum=0.9),
 }
+GRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO", "LAYER_ZERO_NESTED")
 PATH = (4, 1, 1, 2, 1, 3, 1, 4, 2, 2, 3, 2, 4, 3, 3, 4, 4)  # each pair of sizes once
+
+
+def groups_over(strategy, size):
+    """This rank's groups over the first ``size`` ranks of the world, or over the others: inner groups are pairs."""
+    world, me = dist.get_world_size(), dist.get_rank()
+    found = None
+    for ranks in (range(size), range(size, world)) if size < world else (range(size),):
+        wide = group_of(ranks)
+        rows = [(i, i + 1) for i in ranks[::2]] if strategy in GRIDS else []
+        sides = [[(side, group_of(side)) for side in cut] for cut in (rows, zip(*rows, strict=True))]
+        inner, outer = (next((group for side, group in cut if me in side), None) for cut in sides)
+        if me in ranks:
+            found = {"LAYER_ZERO": (inner, wide), "LAYER_ZERO_NESTED": (inner, wide, outer)}
+            found = found.get(strategy, (inner, outer) if strategy in GRIDS else wide)
+    return found
 
 
 def built(strategy, uo, group=None, seed=0):
@@ -75,27 +93,29 @@ def same(left, right):
         assert torch.equal(value, right[key]), key
 
 
-def moves(folder, strategy, uo, name):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups = {size: dist.new_group(range(size)) for size in range(1, world + 1)}
-    model = built(strategy, uo)
+def moves(folder, strategy, uo, name, sizes):
+    rank = dist.get_rank()
+    groups = {size: groups_over(strategy, size) for size in sorted(set(sizes))}
+    model = built(strategy, uo, groups[dist.get_world_size()])
     optimizer = OPTIMIZERS[name](model.parameters())
     objects = [id(param) for param in model.parameters()]
     at = 0
-    for before, after in itertools.pairwise(PATH):
+    for before, after in itertools.pairwise(sizes):
         note(f"{before} to {after}")
         path = folder / f"{strategy}-{uo}-{name}-{at}"
         if rank < before:
             steps(model, optimizer, rank, at, 1)
-            checkpoint.save(path, model, optimizer, process_group=groups[before])
+            checkpoint.save(path, model, optimizer, process_group=group_of(range(before)))
         result = elastic.resize(model, optimizer, range(after), extra={"from": rank})
         assert [id(param) for param in model.parameters()] == objects
         dist.barrier()
+        if rank >= after and strategy in GRIDS:
+            built(strategy, uo, groups[after])  # all ranks of the world compare their grids equally often
         if rank < after:
             assert result.extra == {"from": rank % before}
             other = built(strategy, uo, groups[after], seed=1)
             theirs = OPTIMIZERS[name](other.parameters())
-            checkpoint.load(path, other, theirs, process_group=groups[after])
+            checkpoint.load(path, other, theirs, process_group=group_of(range(after)))
             same(everything(model, optimizer), everything(other, theirs))
             assert steps(model, optimizer, rank, at + 1, 3) == steps(other, theirs, rank, at + 1, 3)
             same(everything(model, optimizer), everything(other, theirs))
@@ -110,7 +130,20 @@ def moves(folder, strategy, uo, name):
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_resize_equals_save_and_load(tmp_path, strategy, uo, name):
-    simulate_ranks(moves, 4, tmp_path, strategy, uo, name)
+    simulate_ranks(moves, 4, tmp_path, strategy, uo, name, PATH)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", GRIDS)
+def test_strategies_over_two_groups(tmp_path, strategy, uo):
+    simulate_ranks(moves, 4, tmp_path, strategy, uo, "adam", (4, 2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "LAYER_ZERO_NESTED"])
+def test_eight_ranks(tmp_path, strategy):
+    simulate_ranks(
+        moves, 8, tmp_path, strategy, True, "adam", (8, 6, 2, 4, 8) if strategy in GRIDS else (8, 5, 7, 3, 8)
+    )
 
 
 def on_processes():
@@ -139,16 +172,17 @@ def test_resize_on_real_processes():
 
 def sent_bytes(strategy):
     """fp32: the parameter and two states of Adam. A new rank gets what it has not had, from any rank that has it."""
-    model = built(strategy, False)
+    model = built(strategy, False, groups_over(strategy, 4))
     optimizer = OPTIMIZERS["adam"](model.parameters())
     steps(model, optimizer, dist.get_rank(), 0, 1)
+    sizes = (4, 2, 4) if strategy in GRIDS else (4, 3, 1, 4, 2, 4)
     numels = [part.layout.numel_params for part in parts_of(model)]
-    for before, after in ((4, 3), (3, 1), (1, 4), (4, 2), (2, 4)):
+    for before, after in itertools.pairwise(sizes):
         result = elastic.resize(model, optimizer, range(after))
         sent = [None] * 4
         dist.all_gather_object(sent, result.sent)
-        if strategy == "NO_SHARD":
-            joins = max(0, after - before)
+        if strategy in ("NO_SHARD", "HYBRID_SHARD"):
+            joins = max(0, after - before) // (2 if strategy == "HYBRID_SHARD" else 1)  # replicas
             assert sum(sent) == 4 * 3 * sum(numels) * joins, (before, after)
             assert max(sent) <= 4 * 3 * sum(numels) * -(-joins // before), (before, after)
         else:
@@ -156,7 +190,7 @@ def sent_bytes(strategy):
             assert sum(sent) == 4 * 3 * change, (before, after)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "ZERO_1"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "ZERO_1", "HYBRID_SHARD", "LAYER_ZERO"])
 def test_only_intersections_are_sent(strategy):
     simulate_ranks(sent_bytes, 4, strategy)
 
@@ -199,6 +233,33 @@ def refused():
 
 def test_a_refusal_leaves_everything_as_it_was():
     simulate_ranks(refused, 3)
+
+
+def grids_refused():
+    hybrid = built("HYBRID_SHARD", True, groups_over("HYBRID_SHARD", 4))
+    optimizer = OPTIMIZERS["adam"](hybrid.parameters())
+    steps(hybrid, optimizer, dist.get_rank(), 0, 1)
+    before = everything(hybrid, optimizer)
+    torch.manual_seed(0)
+    world = dist.group.WORLD
+    own = FSDP(Model(), placement=Placement(param=None, grad=world, optim=world))
+    mixed = Model()
+    mixed.first = FSDP(mixed.first, process_group=groups_over("HYBRID_SHARD", 4)[0])
+    mixed = FSDP(mixed)
+    cases = [
+        (hybrid, optimizer, CheckpointError, "has inner groups of 2 ranks, and 3 ranks were given: expected 2, 4 of"),
+        (own, None, StateError, "the unit of Model has a placement of its own: save a checkpoint"),
+        (mixed, None, CheckpointError, r"rank 0 has units over the ranks .*, not each over all of \[0, 1, 2, 3\]"),
+    ]
+    for model, its, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            elastic.resize(model, its, [0, 1, 2])
+    same(everything(hybrid, optimizer), before)
+    steps(hybrid, optimizer, dist.get_rank(), 1, 1)
+
+
+def test_groups_that_do_not_fit_are_refused_by_name():
+    simulate_ranks(grids_refused, 4)
 
 
 def joiner_differs():

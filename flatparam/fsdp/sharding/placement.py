@@ -253,6 +253,18 @@ def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> P
     return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision, given=given)
 
 
+def is_placed(strategy: ShardingStrategy, placement: Placement) -> bool:
+    """Whether ``place`` can have made ``placement`` for ``strategy``: the user may have made another one."""
+    row, groups = TABLE[strategy], dict[str | None, Any]({None: None})
+    mine = (placement.param, placement.grad, placement.optim, placement.replicate)
+    nested = row.nested and placement.has_secondary_shard
+    return (
+        all(groups.setdefault(name, group) is group for name, group in zip(row[:4], mine, strict=True))
+        and placement.reshard_after_forward == row.reshard_after_forward
+        and (placement.outer is not None) == nested
+    )
+
+
 def is_grid(strategy: ShardingStrategy) -> bool:
     """Whether the strategy needs a grid of ranks instead of one group."""
     row = TABLE[strategy]
@@ -465,6 +477,31 @@ def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
     size, count = len(inner), len(wide) // max(1, len(inner))
     runs = tuple(wide[i * size : (i + 1) * size] for i in range(count))
     return runs if inner in runs else tuple(wide[i::count] for i in range(count))
+
+
+def groups_over(strategy: ShardingStrategy, ranks: Sequence[int], inner: int) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of ``strategy`` for this rank over ``ranks``, by the names of ``TABLE``; made once.
+
+    Inner groups are runs of ``inner`` ranks. All ranks of the world call this.
+    """
+    wide = tuple(ranks)
+    rows = tuple(wide[i : i + inner] for i in range(0, len(wide), inner)) if is_grid(strategy) else ()
+    cuts = {"inner": rows, "outer": tuple(zip(*rows, strict=True)), "wide": (wide,)}
+    _cuts.setdefault(dist.group.WORLD, {}).update({(row, wide): rows for row in rows})
+    made = {name: [(each, _group_of(each)) for each in cut] for name, cut in cuts.items()}
+    me = dist.get_rank()
+    return {name: group for name, groups in made.items() for each, group in groups if me in each}
+
+
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    """Return the group of ``ranks``: the world itself, or one that is made once. All ranks of the world call this."""
+    world: Any = dist.group.WORLD
+    if ranks == _ranks(world):
+        return world
+    known, key = _made.setdefault(world, {}), (dist.get_backend_config(world), ranks)
+    if key not in known:
+        known[key] = dist.new_group(list(ranks))
+    return known[key]
 
 
 def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
