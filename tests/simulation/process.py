@@ -109,13 +109,28 @@ class _Server:
         self._proc.cleanup()
 
 
+class _Programs:
+    """Lives as long as programs of the simulation are run."""
+
+
 def _serve(connection: Connection) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the other side closes.
+
+    While they are programs of the simulation, flatparam's changes of torch stay: a child that makes them looks at each
+    name of each module, and copies the memory of all. Tests' ranks make and undo their own.
+    """
+    programs = None
     while True:
         try:
             path, imported, module, name, args, patience = connection.recv()
         except EOFError:
             return
+        if not module.startswith(f"{__package__}."):
+            programs = None
+        elif programs is None:
+            programs = _Programs()
+            hold_changes(programs)
+            gc.freeze()
         sys.path[:] = path
         if imported not in sys.modules:
             with contextlib.suppress(Exception):  # the child raises it, too
@@ -181,6 +196,8 @@ def _load(library: str) -> None:
 if __name__ == "__main__":
     import gloo
     import torch
+
+    from flatparam.fsdp.unit.registry import hold_changes
 
     for each in gloo.PRELOADED:
         importlib.import_module(each)

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
-from flatparam.fsdp.unit.registry import hold_changes
 
 from . import bitwise, checkers, process
 from .faults import Fault, user_code
@@ -238,10 +237,6 @@ class _Rank:
         return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
 
 
-class _Programs:
-    """Lives as long as programs are played."""
-
-
 def play_seeds(first, last):
     """Play the programs of seeds until one fails, or is struck by a fault.
 
@@ -249,8 +244,6 @@ def play_seeds(first, last):
     """
     found = []
     gc.disable()  # each run collects before and after it
-    programs = _Programs()
-    hold_changes(programs)  # to make and undo them for each world takes as long as its steps
     for seed in range(first, last):
         try:
             seconds, digests, struck = play(draw(seed))
