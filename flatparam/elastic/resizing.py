@@ -224,12 +224,13 @@ class _Moving:
         try:
             rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], groups), lambda said: None)
             rendezvous.agree(self.compare_units, lambda said: None)
-            sent = move(self.source, self.reads, parts)
-            rendezvous.agree(lambda: None, lambda said: None, is_last=True)
+            problems: list[Exception] = []
+            sent = move(self.source, self.reads, parts, problems)
+            rendezvous.agree(lambda: _raise_first(problems), lambda said: None, is_last=True)
+            self.commit()
         except BaseException:
             self.undo()
             raise
-        self.commit()
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
@@ -240,11 +241,13 @@ class _Moving:
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))
         for one in labelled(self.optimizer).values() if self.optimizer is not None else ():
-            self._undo.append(_take_state(one))
+            self._undo.append(functools.partial(_restore_state, one, dict(one.state)))
+            one.state.clear()
         for wrapper, mine in zip(self.wrappers, groups, strict=True):
             placement = place(wrapper._strategy, mine) if holds else Placement()
+            self._undo.append(functools.partial(setattr, wrapper, "_placement", wrapper._placement))
             self._undo.append(wrapper._unit.bind(placement, holds))
-            self._undo.append(_set_placement(wrapper, placement))
+            wrapper._placement = placement
             if wrapper._in_full:
                 wrapper._unit.core.compute_in_full(True)
         if holds:
@@ -281,28 +284,16 @@ class _Moving:
             self._undo.pop()()
 
 
+def _raise_first(problems: list[Exception]) -> None:
+    for problem in problems:
+        raise problem
+
+
 def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, value in kept:
         tensor.detach().copy_(value)
 
 
-def _take_state(optimizer: Any) -> Callable[[], None]:
-    """Empty the state of ``optimizer``. Return a function that restores it."""
-    before = dict(optimizer.state)
+def _restore_state(optimizer: Any, state: dict[Any, Any]) -> None:
     optimizer.state.clear()
-
-    def undo() -> None:
-        optimizer.state.clear()
-        optimizer.state.update(before)
-
-    return undo
-
-
-def _set_placement(wrapper: Wrapper, placement: Placement) -> Callable[[], None]:
-    before = wrapper._placement
-    wrapper._placement = placement
-
-    def undo() -> None:
-        wrapper._placement = before
-
-    return undo
+    optimizer.state.update(state)

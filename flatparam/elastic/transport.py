@@ -6,6 +6,7 @@ source of that load: a file of it is the memory of a rank. It owns nothing; the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,50 +103,56 @@ def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]]) -> int:
+def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]], problems: list[Exception]) -> int:
     """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds.
 
-    A collective call of all ranks of the world. Returns: the number of bytes that this rank has sent.
-    Raises: OrderError if another rank cannot come to it.
+    A collective call of all ranks of the world. An error of this rank alone goes into ``problems``, and the rank takes
+    part in the collectives that remain: the others would wait for it, and the next call would meet theirs.
+    Returns: the number of bytes that this rank has sent. Raises: OrderError if another rank cannot come to it.
     """
     world: Any = dist.group.WORLD
     me, size = dist.get_rank(), dist.get_world_size()
     wanted: list[list[Read]] = [[] for _ in range(size)]
-    for read in reads:
-        if source.is_small(read):
-            source.read(read)
-        else:
-            wanted[source.holder[read.chunk.file]].append(read)
-    for read in wanted[me]:
-        read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
-    wanted[me] = []
+    with _keeping(problems):
+        for read in reads:
+            if source.is_small(read):
+                source.read(read)
+            else:
+                wanted[source.holder[read.chunk.file]].append(read)
+        for read in wanted[me]:
+            read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
+        wanted[me] = []
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
     everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world)
     gives = [[_requested(parts, one) for one in asked[me]] for asked in everyone]
-    sent = 0
-    given, taken = [list(_rounds(tensors)) for tensors in gives], [list(_rounds(_buffers(theirs))) for theirs in wanted]
+    given = [list(_rounds([(one.nbytes, one) for one in theirs])) for theirs in gives]
+    taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
     counts = torch.tensor([max(len(one) for one in (*given, *taken))])
     exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world, op=dist.ReduceOp.MAX)
+    sent = 0
     for i in range(int(counts)):
-        out = [torch.cat([_bytes(one) for one in rounds[i]]) if i < len(rounds) else _NOTHING for rounds in given]
-        sizes = [sum(one.numel() * one.itemsize for one in rounds[i]) if i < len(rounds) else 0 for rounds in taken]
-        got = torch.empty(sum(sizes), dtype=torch.uint8)
-        splits = {"output_split_sizes": sizes, "input_split_sizes": [len(one) for one in out]}
-        exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, torch.cat(out), group=world, **splits)
-        sent += sum(len(one) for one in out)
-        at = 0
-        for rounds in taken:
-            for buffer in rounds[i] if i < len(rounds) else ():
-                count = buffer.numel() * buffer.itemsize
-                buffer.view(-1).view(torch.uint8).copy_(got[at : at + count])
+        giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
+        sizes, out_sizes = ([sum(count for count, _ in run) for run in side] for side in (taking, giving))
+        got, out = (torch.empty(sum(one), dtype=torch.uint8) for one in (sizes, out_sizes))
+        with _keeping(problems):
+            torch.cat([out[:0], *(_bytes(one) for run in giving for _, one in run)], out=out)
+        splits = {"output_split_sizes": sizes, "input_split_sizes": out_sizes}
+        exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, out, group=world, **splits)
+        sent += len(out)
+        with _keeping(problems):
+            at = 0
+            for count, read in (one for run in taking for one in run):
+                read.out.copy_(got[at : at + count].clone().view(_dtype(read)).view(read.out.shape))
                 at += count
-    for theirs, rounds in zip(wanted, taken, strict=True):
-        for read, buffer in zip(theirs, (one for round_ in rounds for one in round_), strict=True):
-            read.out.copy_(buffer)
     return sent
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+@contextlib.contextmanager
+def _keeping(problems: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:
+        problems.append(problem)
 
 
 def _requested(parts: Mapping[str, list[Part]], request: Request) -> Tensor:
@@ -157,19 +164,22 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _buffers(reads: Sequence[Read]) -> list[Tensor]:
-    return [torch.empty(read.out.shape, dtype=read.chunk.torch_dtype(read.chunk.file)) for read in reads]
+def _dtype(read: Read) -> torch.dtype:
+    return read.chunk.torch_dtype(read.chunk.file)
 
 
-def _rounds(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut ``tensors`` into runs of about ``ROUND_BYTES``. Sender and receiver cut alike: the sizes decide."""
-    run: list[Tensor] = []
-    count = 0
-    for tensor in tensors:
-        run.append(tensor)
-        count += tensor.numel() * tensor.itemsize
-        if count >= ROUND_BYTES:
+def _rounds(counted: Sequence[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
+    """Cut ``counted``, pairs with a number of bytes, into runs of about ``ROUND_BYTES``.
+
+    Sender and receiver cut alike: the sizes decide.
+    """
+    run: list[tuple[int, Any]] = []
+    total = 0
+    for count, one in counted:
+        run.append((count, one))
+        total += count
+        if total >= ROUND_BYTES:
             yield run
-            run, count = [], 0
+            run, total = [], 0
     if run:
         yield run

@@ -139,13 +139,12 @@ class FlatParam:
         ``holds``: False: this rank holds nothing from now on, and the shard has no memory.
         """
         layout, data, before = self.layout.over(placement.shards), self.flat.data, dict(vars(self))
+        shard = data.new_zeros(layout.shard_numel) if holds else data.new_empty(layout.shard_numel)
+        if not holds:
+            shard.untyped_storage().resize_(0)
         vars(self).pop("gaps", None)
         self.placement, self.layout, self.pieces = placement, layout, layout.param_shards(placement.rank)
-        if holds:
-            self.flat.data = data.new_zeros(layout.shard_numel)
-        else:
-            self.flat.data = data.new_empty(layout.shard_numel)
-            self.flat.untyped_storage().resize_(0)
+        self.flat.data = shard
 
         def undo() -> None:
             vars(self).clear()

@@ -137,12 +137,7 @@ class Unit:
         """
         core, options, was_away = self.core, self.options, self.is_away
         shown = [(param, param.grad) for _, param in self.parameters()]
-        core.put(False)
-        for param, _ in shown:
-            _C.set_grad(param, None)
-        steps = [flat_param.bind(placement, holds) for flat_param in self.flat_params]
-        self.options, self.is_away = dataclasses.replace(options, placement=placement), not holds
-        self.make_core()
+        steps: list[Callable[[], None]] = []
 
         def undo() -> None:
             self.core.put(False)
@@ -154,6 +149,17 @@ class Unit:
             for param, grad in shown:
                 _C.set_grad(param, grad)
 
+        try:
+            core.put(False)
+            for param, _ in shown:
+                _C.set_grad(param, None)
+            for flat_param in self.flat_params:
+                steps.append(flat_param.bind(placement, holds))
+            self.options, self.is_away = dataclasses.replace(options, placement=placement), not holds
+            self.make_core()
+        except BaseException:
+            undo()
+            raise
         return undo
 
     def check_holds(self) -> None:

@@ -1,0 +1,130 @@
+"""``elastic.resize`` ends in the middle, on one rank or on all: model and optimizer are as before, and go on.
+
+Promises:
+- an error of one rank in the middle of the move is raised by all: `test_an_error_of_one_rank_is_raised_by_all`
+- Ctrl-C at any line before the commit: `test_ctrl_c_at_any_line`
+"""
+
+import linecache
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import loss_of
+from gloo import note
+from interrupting import Bomb
+from simulated_ranks import simulate_ranks
+from test_resize import OPTIMIZERS, built, everything, same, steps
+
+from flatparam import elastic
+from flatparam.checkpoint import CheckpointError
+from flatparam.checkpoint.loading import Loading
+from flatparam.elastic import resizing, transport
+from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.sharding import flat_param
+
+# a function of the move, and the number of its call on one rank that raises
+FAULTS = {
+    "second flat parameter": (flat_param.FlatParam, "bind", 2),
+    "plan of the reads": (Loading, "prepare_from", 1),
+    "copy on the rank": (transport, "box_of", 1),
+    "bytes to send": (transport, "_bytes", 2),
+}
+BEFORE_COMMIT = ("resize", "check", "plan_old", "check_units", "carry_out", "bind", "compare_units", "move", "__init__")
+
+
+def started():
+    """Two models, with gradients, that ranks 0 and 1 of 3 hold. The second one's resizes are not disturbed."""
+    pairs = []
+    for _ in range(2):
+        model = built("FULL_SHARD", True)
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        steps(model, optimizer, dist.get_rank(), 0, 2)
+        elastic.resize(model, optimizer, [0, 1])
+        if dist.get_rank() < 2:
+            loss_of(model, torch.ones(4, 3)).backward()
+        pairs.append((model, optimizer))
+    return pairs
+
+
+def as_before(pair, twin):
+    assert pair[0]._unit.is_away == (dist.get_rank() == 2)
+    if dist.get_rank() == 2:
+        assert not pair[1].state
+        with pytest.raises(StateError, match="holds no shards"):
+            pair[0].state_dict()
+    else:
+        same(everything(*pair), everything(*twin))
+        for mine, other in zip(pair[0].parameters(), twin[0].parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, other.grad)
+
+
+def goes_on(pair, twin, at):
+    """Both train, move and train: alike."""
+    rank = dist.get_rank()
+    if rank < 2:
+        assert steps(*pair, rank, at, 2) == steps(*twin, rank, at, 2)
+    for ranks in ([1, 2], [0, 1]):
+        for one in (pair, twin):
+            elastic.resize(*one, ranks)
+    as_before(pair, twin)
+    if rank < 2:
+        assert steps(*pair, rank, at + 2, 1) == steps(*twin, rank, at + 2, 1)
+
+
+def fails_on_one():
+    rank = dist.get_rank()
+    pair, twin = started()
+    for owner, name, count in FAULTS.values():
+        working, calls = getattr(owner, name), 0
+
+        def failing(*args, working=working, count=count):
+            nonlocal calls
+            calls += dist.get_rank() == 1
+            if calls == count and dist.get_rank() == 1:
+                calls = count + 1
+                raise RuntimeError("no memory is left")
+            return working(*args)
+
+        dist.barrier()
+        if rank == 0:  # the ranks share the module
+            setattr(owner, name, failing)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="rank 1: RuntimeError: no memory is left"):
+            elastic.resize(*pair, [1, 2])
+        dist.barrier()
+        if rank == 0:
+            setattr(owner, name, working)
+        dist.barrier()
+        as_before(pair, twin)
+    goes_on(pair, twin, 2)
+
+
+def test_an_error_of_one_rank_is_raised_by_all():
+    simulate_ranks(fails_on_one, 3)
+
+
+def interrupted():
+    files = [resizing.__file__, transport.__file__]
+    pair, twin = started()
+    with Bomb(files) as listing:
+        elastic.resize(*twin, [1, 2])
+    elastic.resize(*twin, [0, 1])
+    found = [None] * 3
+    dist.all_gather_object(found, [place for place in listing.places if place[1] in BEFORE_COMMIT and place[3] == 1])
+    common = (place for place in found[0] if place in found[1] and place in found[2])
+    places = [place for place in common if "return Resized(" not in linecache.getline(place[0], place[2])]
+    assert len(places) > 60
+    for place in places:
+        note(str(place))
+        bomb = Bomb(files, place, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt), bomb:
+            elastic.resize(*pair, [1, 2])
+        assert bomb.exploded
+        as_before(pair, twin)
+    goes_on(pair, twin, 2)
+
+
+def test_ctrl_c_at_any_line():
+    simulate_ranks(interrupted, 3)
