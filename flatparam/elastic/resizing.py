@@ -185,6 +185,12 @@ class _Moving:
                 if flat_param.is_deferred:
                     raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
         refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
+        for unit in (wrapper._unit for wrapper in self.wrappers):
+            if any(accumulated is not None for accumulated in unit.core.accumulated()):
+                raise StateError(
+                    f"{_WHAT}: gradients of {unit.name} were added up in no_sync(): run the last micro-batch outside "
+                    "of it first, or clear the gradients"
+                )
 
     def compare(self, said: list[Any]) -> list[Any]:
         """On the first rank: compare all ranks. Returns: ranks that hold the model; size of each unit's inner group."""
