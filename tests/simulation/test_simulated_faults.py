@@ -43,14 +43,16 @@ def runs(kind, seeds, host=False, sizes=(2, 3, 4), hooks=False, machines=False):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"])
-def test_the_others_are_told_alike_and_in_time(kind):
+@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.sweep(7)
+def test_the_others_are_told_alike_and_in_time(kind, first):
     seen = 0
-    for run, _ in runs(kind, range(20)):
+    for run, _ in runs(kind, range(first, first + 10)):
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))
-    assert seen > 10, "the faults struck nobody whom others need"
+    assert seen > 5, "the faults struck nobody whom others need"
 
 
 @pytest.mark.parametrize("kind", ["is killed", "is stopped", "has fewer batches"])
@@ -62,19 +64,23 @@ def test_ranks_of_other_machines_are_told_alike_and_in_time(kind):
 
 
 @pytest.mark.parametrize("kind", kinds_of(USER))
-def test_what_hooks_raise_is_told_to_the_others(kind):
+@pytest.mark.parametrize("first", [0, 20])
+@pytest.mark.sweep(2)
+def test_what_hooks_raise_is_told_to_the_others(kind, first):
     seen = 0
-    for run, _ in runs(kind, range(40), hooks=True):
+    for run, _ in runs(kind, range(first, first + 20), hooks=True):
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += bool(checkers.told(run))
-    assert seen > 20, "the faults struck nobody whom others need"
+    assert seen > 10, "the faults struck nobody whom others need"
 
 
-def test_two_faults_in_one_run_are_told_alike_and_in_time():
+@pytest.mark.parametrize("first", [0, 20, 40])
+@pytest.mark.sweep(1)
+def test_two_faults_in_one_run_are_told_alike_and_in_time(first):
     seen = 0
-    for seed in range(60):
+    for seed in range(first, first + 20):
         chosen = random.Random(seed)
         size, strategy = chosen.choice([3, 4]), chosen.choice(faulty_programs.STRATEGIES)
         faults = draw(seed, size, 2, (POINTS[strategy], USER_POINTS))
@@ -83,7 +89,7 @@ def test_two_faults_in_one_run_are_told_alike_and_in_time():
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
         seen += len(run.struck) == 2
-    assert seen > 20, "seldom both have struck"
+    assert seen > 6, "seldom both have struck"
 
 
 def test_two_ranks_that_are_lost_at_one_moment_give_one_text():
