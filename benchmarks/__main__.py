@@ -21,6 +21,7 @@ TABLES = {  # by the letter of docs/performance.md
     "instructions": "bench_instructions",
     "pack": "bench_pack",
     "views": "bench_views",
+    "optimizer": "bench_optimizer",
     "step": "bench_step",
     "wrap": "bench_wrap",
     "train": "bench_train",

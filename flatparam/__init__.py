@@ -28,7 +28,7 @@ __all__ += ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wr
 __all__ += ["size_based_auto_wrap_policy", "transformer_auto_wrap_policy"]
 __all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 
-_WITH_THEM = ("checkpoint", "elastic", "fsdp", "traced")  # which need no import
+_WITH_THEM = ("checkpoint", "elastic", "fsdp", "optim", "traced")  # which need no import
 
 
 def __getattr__(name: str) -> Any:

@@ -156,5 +156,5 @@ def _advise_fused(optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         warn_user(
             f"{name} steps {count:,} parameters on the host one by one: {name}(..., fused=True) takes a fraction of "
-            "the time"
+            "the time, and flatparam.optim, which has AdamW, Adam and SGD, a fraction of that"
         )

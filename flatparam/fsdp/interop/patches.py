@@ -271,14 +271,14 @@ def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, 
     """Refuse the first step after a load of states that do not have the numel of this rank's pieces.
 
     torch's step would fail without a name. Other classes of optimizers may have states of any shape, so only torch's
-    that work by element are checked.
+    and flatparam's that work by element are checked.
     Raises: StateError naming parameter and key.
     """
     first = next(iter(optimizer.state.values()), None)
     if first is None or _state_checked.get(optimizer) is first:
         return
     cls = type(optimizer)
-    if cls.__name__ in _BY_ELEMENT and cls is getattr(torch.optim, cls.__name__, None):
+    if cls.__name__ in _BY_ELEMENT and cls.__module__.startswith(("torch.optim", "flatparam.optim")):
         for param, state in optimizer.state.items():
             unit, name = owner_of_param(param) or (None, "")
             if unit is None or unit.summoned is not None or not param.requires_grad or param.numel() == 0:

@@ -1,0 +1,57 @@
+"""o. A step of AdamW over pieces that lie side by side, beside torch's fused step over one flat tensor."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks import main
+from benchmarks.measuring import in_turn, seconds
+from benchmarks.rows import Row, Table, Target
+from flatparam import optim
+
+FLAT, OURS = "torch fused, one tensor", "flatparam.optim"
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    OURS: optim.AdamW,
+    "torch fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "torch foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "torch loop": torch.optim.AdamW,
+}
+SIZES = ((480, 10, 1_000), (4_000, 4_000, 256), (4_000, 4_000, 1_000), (4_000, 4_000, 4_000))
+PROMISED = {1_000: 1.5, 4_000: 1.1}  # by elements of a piece, where all 4,000 are one run
+
+
+def measure(quick: bool) -> Table:
+    """Milliseconds a step, by number and length of pieces."""
+    torch.set_num_threads(1)
+    table = Table(
+        "o",
+        "the optimizer over pieces",
+        "milliseconds a step of AdamW in fp32, one thread; ratios to torch's fused step over one flat tensor",
+    )
+    for pieces, together, numel in SIZES[:3] if quick else SIZES:
+        kinds = {name: _stepper(make, pieces, together, numel) for name, make in KINDS.items()}
+        kinds[FLAT] = _stepper(KINDS["torch fused"], 1, 1, pieces * numel)
+        samples = {name: lambda step=step: {"step": seconds(step)} for name, step in kinds.items()}
+        taken = in_turn(samples, 3 if quick else 5, 5 if quick else 10)["step"]
+        targets = [Target(OURS, PROMISED[numel])] if numel in PROMISED and together == pieces else []
+        size = f"{pieces:,} pieces of {numel:,}, {together:,} side by side"
+        table.rows.append(Row.of("AdamW", size, "ms", FLAT, taken, 1e3, targets, pieces=pieces, numel=numel))
+    return table
+
+
+def _stepper(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], pieces: int, together: int, numel: int
+) -> Callable[[], object]:
+    params = []
+    for _ in range(pieces // together):
+        flat, grad = torch.randn(together * numel), torch.randn(together * numel)
+        for data, piece in zip(flat.split(numel), grad.split(numel), strict=True):
+            param = nn.Parameter(data)
+            param.grad = piece
+            params.append(param)
+    return make(params).step
+
+
+if __name__ == "__main__":
+    main.run_one(measure)

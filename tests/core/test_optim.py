@@ -1,0 +1,430 @@
+"""flatparam.optim beside torch's fused optimizers over the same pieces, or over one flat tensor; in one process.
+
+Promises:
+- a step of pieces that lie side by side has the bits of torch's fused step over one flat tensor, whatever their
+  lengths, and is one call of torch's kernel for each run: `test_pieces_step_as_one_flat_tensor`
+- with what breaks a run (a missing gradient, a gradient, state or parameter elsewhere, another dtype, another number of
+  steps) each parameter steps as with torch: `test_a_run_that_breaks_steps_right`
+- a state dict of torch's optimizer loads, torch's loads ours, and states are side by side again after a load and a
+  pickle: `test_states_go_to_torch_and_back`
+- an infinite gradient under torch's GradScaler skips the step and does not count it: `test_a_grad_scaler_skips_a_step`
+- what torch's fused step does not take goes to torch: `test_torch_steps_what_is_not_for_runs`
+"""
+
+import copy
+import io
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from flatparam import _C, optim
+
+VECTOR = (
+    16  # elements: from a multiple of it on, torch's kernels do not step an element one by one, with other rounding
+)
+SETTINGS = {
+    "AdamW": ("AdamW", {"lr": 0.01}),
+    "AdamW amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    "AdamW maximize": ("AdamW", {"lr": torch.tensor(0.01), "maximize": True}),
+    "Adam": ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": ("SGD", {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD momentum": ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.1}),
+    "SGD nesterov": ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "maximize": True}),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS)
+KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+
+
+def make(setting, params, package=optim):
+    name, settings = SETTINGS[setting]
+    return getattr(package, name)(params, **settings, **({} if package is optim else {"fused": True}))
+
+
+def side_by_side(sizes, dtype=torch.float32, seed=0):
+    """Parameters that are pieces of one tensor."""
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return [nn.Parameter(piece) for piece in flat.split(sizes)]
+
+
+def alone(params):
+    """Parameters of the same values, each in memory of its own."""
+    return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+def give_grads(step, *models):
+    """Gradients side by side to the parameters of each model."""
+    for params in models:
+        numel = sum(param.numel() for param in params)
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(100 + step)).to(params[0].dtype)
+        for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.grad = piece.view(param.shape)
+
+
+def joined(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def assert_equal(mine, ours, theirs, others):
+    """The same parameters and states, by element."""
+    assert torch.equal(joined(mine), joined(theirs))
+    keys = {key for state in others.state.values() for key in state}
+    assert len(ours.state) == (len(mine) if keys else 0)
+    for key in keys - {"step"}:
+        left, right = ([one.state[param][key] for param in params] for one, params in ((ours, mine), (others, theirs)))
+        assert [each.shape for each in left] == [param.shape for param in mine]
+        assert torch.equal(joined(left), joined(right)), key
+    if "step" in keys:
+        steps = {float(others.state[param]["step"]) for param in theirs}
+        assert {float(ours.state[param]["step"]) for param in mine} == steps
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of tensors in each call of torch's fused kernels."""
+    found = []
+    for name in KERNELS:
+        kernel = getattr(torch, name)
+
+        def counted(params, *args, kernel=kernel, **kwargs):
+            found.append(len(params))
+            return kernel(params, *args, **kwargs)
+
+        monkeypatch.setattr(torch, name, counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@every_setting
+def test_pieces_step_as_one_flat_tensor(setting, dtype, calls):
+    sizes = [1, 7, 8, 9, 13, 16, 17, 31, 33, 100, 3]
+    mine = side_by_side(sizes, dtype)
+    theirs = [nn.Parameter(joined(mine).clone())]
+    ours, others = make(setting, mine), make(setting, theirs, torch.optim)
+    for step in range(4):
+        give_grads(step, mine, theirs)
+        before = [param._version for param in mine]
+        others.step()
+        calls.clear()
+        ours.step()
+        assert calls == [1]
+        assert all(param._version > version for param, version in zip(mine, before, strict=True))
+        assert_equal(mine, ours, theirs, others)
+
+
+def test_torch_rounds_ends_of_pieces_otherwise():
+    """So the sizes above show whose bits a step has: those of a flat tensor."""
+    mine = side_by_side([VECTOR - 1] * 500)
+    theirs = alone(mine)
+    ours, others = make("AdamW", mine), make("AdamW", theirs, torch.optim)
+    for step in range(3):
+        give_grads(step, mine, theirs)
+        ours.step()
+        others.step()
+    unlike = joined(mine) != joined(theirs)
+    assert 0 < unlike.sum() < 100
+    torch.testing.assert_close(joined(mine), joined(theirs), rtol=1e-6, atol=1e-6)
+
+
+def test_a_matrix_is_a_piece_and_a_gap_ends_a_run(calls):
+    flat = torch.randn(6 * VECTOR + 1)
+    places = [
+        (0, VECTOR),
+        (VECTOR, VECTOR),
+        (2 * VECTOR, 2 * VECTOR),
+        (4 * VECTOR + 1, VECTOR),
+        (5 * VECTOR + 1, VECTOR),
+    ]
+    mine = [nn.Parameter(flat.narrow(0, start, numel)) for start, numel in places]
+    mine[2].data = mine[2].data.view(2, VECTOR)
+    mine.insert(1, nn.Parameter(torch.empty(0)))
+    theirs = alone(mine)
+    ours, others = make("AdamW", mine), make("AdamW", theirs, torch.optim)
+    for step in range(3):
+        give_grads(step, mine, theirs)
+        mine[1].grad = theirs[1].grad = None  # as the runtime has it where a rank has no element
+        calls.clear()
+        ours.step()
+        assert calls == [2]
+        others.step()
+        assert torch.equal(joined(mine), joined(theirs))
+    assert mine[1] not in ours.state
+    assert all(ours.state[param]["exp_avg"].shape == param.shape for param in mine if param.numel())
+
+
+def clear_grad(params, optimizer):
+    params[2].grad = None
+
+
+def move_grad(params, optimizer):
+    params[2].grad = params[2].grad.clone()
+
+
+def swap_grads(params, optimizer):
+    params[1].grad, params[2].grad = params[2].grad, params[1].grad
+
+
+def move_data(params, optimizer):
+    params[2].data = params[2].data.clone()
+
+
+def replace_param(params, optimizer):
+    new = nn.Parameter(params[2].detach().clone())
+    new.grad, params[2] = params[2].grad, new
+    optimizer.param_groups[0]["params"][2] = new
+
+
+def swap_params(params, optimizer):
+    group = optimizer.param_groups[0]["params"]
+    group[1], group[2] = group[2], group[1]
+
+
+def changed(key, value):
+    return value.clone() + (key != "step")
+
+
+def replace_state(params, optimizer):
+    if params[2] in optimizer.state:
+        optimizer.state[params[2]] = {key: changed(key, value) for key, value in optimizer.state[params[2]].items()}
+
+
+def replace_one_state(params, optimizer):
+    state = optimizer.state.get(params[2], {})
+    for key in [key for key in state if key != "step"][-1:]:
+        state[key] = changed(key, state[key])
+
+
+def move_state(params, optimizer):
+    for key, value in optimizer.state.get(params[2], {}).items():
+        value.data = changed(key, value)
+
+
+def drop_state(params, optimizer):
+    optimizer.state.pop(params[2], None)
+
+
+def write_step(params, optimizer):
+    if "step" in optimizer.state.get(params[2], {}):
+        optimizer.state[params[2]]["step"] += 5
+
+
+def use_two_groups(params, optimizer):
+    group = optimizer.param_groups[0]
+    group["params"] = params[:2]
+    optimizer.add_param_group({**group, "params": params[2:], "lr": 0.5})
+
+
+def freeze(params, optimizer):
+    params[1].requires_grad_(False).grad = None
+
+
+def clear_last(params, optimizer):
+    params[-1].grad = None
+
+
+BREAKS = {  # runs of the six parameters in that step, and later: of optimizers that count steps, and of SGD
+    clear_grad: (2, 3, 1),
+    move_grad: (3, 1, 1),
+    swap_grads: (4, 1, 1),
+    move_data: (3, 3, 3),
+    replace_param: (3, 3, 3),
+    swap_params: (4, 4, 4),
+    replace_state: (1, 1, 1),
+    replace_one_state: (1, 1, 1),
+    move_state: (1, 1, 1),
+    drop_state: (3, 3, 1),
+    write_step: (3, 3, 1),
+    use_two_groups: (2, 2, 2),
+    freeze: (2, 3, 1),
+    clear_last: (1, 2, 1),
+}
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+@every_setting
+def test_a_run_that_breaks_steps_right(setting, breaks, calls):
+    if breaks in (drop_state, replace_param) and "momentum" in SETTINGS[setting][1]:
+        pytest.skip("torch's fused SGD refuses parameters of which some have momentum")
+    mine = side_by_side([2 * VECTOR] * 6)
+    theirs = alone(mine)
+    ours, others = make(setting, mine), make(setting, theirs, torch.optim)
+    counts = []
+    for step in range(6):
+        give_grads(step, mine, theirs)
+        if step == 2:
+            breaks(mine, ours)
+            breaks(theirs, others)
+        calls.clear()
+        ours.step()
+        counts.append(sum(calls))
+        others.step()
+        assert torch.equal(joined(mine), joined(theirs)), step
+    at_once, counting, later = BREAKS[breaks]
+    if "SGD" in setting:
+        at_once, counting = (1, 1) if breaks in (drop_state, write_step) else (at_once, later)
+    assert counts == [1, 1, at_once, counting, counting, counting]
+    if breaks not in (clear_grad, replace_param, drop_state, write_step, freeze, clear_last):
+        assert_equal(mine, ours, theirs, others)
+
+
+def test_another_dtype_ends_a_run(calls):
+    storage = torch.randn(6 * VECTOR)
+    mine = [nn.Parameter(storage[:VECTOR]), nn.Parameter(storage[VECTOR : 2 * VECTOR])]
+    mine.append(nn.Parameter(storage.view(torch.bfloat16)[4 * VECTOR : 5 * VECTOR].fill_(0.5)))
+    mine.append(nn.Parameter(storage.view(torch.bfloat16)[5 * VECTOR : 6 * VECTOR].fill_(0.25)))
+    theirs = alone(mine)
+    ours, others = make("AdamW", mine), make("AdamW", theirs, torch.optim)
+    for _ in range(3):
+        for params in (mine, theirs):
+            for kind in (params[:2], params[2:]):
+                give_grads(0, kind)
+        calls.clear()
+        ours.step()
+        others.step()
+        assert calls[:2] == [1, 1]
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def saved(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("way", ["given", "saved", "of the loop"])
+@every_setting
+def test_states_go_to_torch_and_back(setting, way, calls):
+    mine = side_by_side([2 * VECTOR] * 5)
+    theirs = alone(mine)
+    ours, others = make(setting, mine), make(setting, theirs, torch.optim)
+    if way == "of the loop":  # torch's optimizer without fused=True
+        others = getattr(torch.optim, SETTINGS[setting][0])(theirs, **SETTINGS[setting][1])
+    for step in range(2):
+        give_grads(step, mine, theirs)
+        ours.step()
+        others.step()
+    form = saved if way == "saved" else torch.optim.Optimizer.state_dict
+    assert ours.state_dict().keys() == others.state_dict().keys()
+    left, right = ours.state_dict()["param_groups"], others.state_dict()["param_groups"]
+    assert left == right or way == "of the loop"
+    new, others_new = alone(theirs), alone(theirs)
+    for param, piece in zip(new, joined(new).split(2 * VECTOR), strict=True):
+        param.data = piece
+    loaded, by_torch = make(setting, new), make(setting, others_new, torch.optim)
+    loaded.load_state_dict(form(others))
+    by_torch.load_state_dict(copy.deepcopy(others.state_dict()))
+    for group in by_torch.param_groups:
+        group["fused"] = True
+    for step in range(2, 5):
+        give_grads(step, new, others_new)
+        calls.clear()
+        loaded.step()
+        assert sum(calls) == 1
+        by_torch.step()
+        assert_equal(new, loaded, others_new, by_torch)
+    # and back: torch's takes the state of ours
+    last, mirror = alone(new), alone(others_new)
+    back, straight = make(setting, last, torch.optim), make(setting, mirror, torch.optim)
+    back.load_state_dict(form(loaded))
+    straight.load_state_dict(copy.deepcopy(by_torch.state_dict()))
+    for step in range(5, 7):
+        give_grads(step, last, mirror)
+        back.step()
+        straight.step()
+        assert_equal(last, back, mirror, straight)
+
+
+def test_a_pickle_steps_runs(calls):
+    mine = side_by_side([VECTOR] * 4)
+    ours = make("AdamW", mine)
+    give_grads(0, mine)
+    ours.step()
+    file = io.BytesIO()
+    torch.save((mine, ours), file)
+    file.seek(0)
+    others, optimizer = torch.load(file, weights_only=False)
+    for step in range(1, 3):
+        give_grads(step, mine, others)
+        for one in (ours, optimizer):
+            calls.clear()
+            one.step()
+            assert calls == [1]
+        assert_equal(mine, ours, others, optimizer)
+
+
+@pytest.mark.parametrize("setting", ["AdamW", "SGD", "SGD momentum"])
+def test_a_grad_scaler_skips_a_step(setting):
+    mine = side_by_side([VECTOR] * 4)
+    theirs = alone(mine)
+    ours, others = make(setting, mine), make(setting, theirs, torch.optim)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step in range(4):
+        give_grads(step, mine, theirs)
+        if step == 2:
+            mine[1].grad[3] = theirs[1].grad[3] = float("inf")
+        for scaler, optimizer in zip(scalers, (ours, others), strict=True):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        assert_equal(mine, ours, theirs, others)
+    if setting == "AdamW":
+        assert {float(state["step"]) for state in ours.state.values()} == {3.0}
+
+
+def test_torch_steps_what_is_not_for_runs(calls):
+    with pytest.raises(RuntimeError, match="does not support `differentiable`"):
+        optim.AdamW(side_by_side([4]), differentiable=True)
+    with pytest.raises(RuntimeError, match="cannot be `True` together"):
+        optim.SGD(side_by_side([4]), foreach=True)
+    for settings in ({"fused": False}, {"fused": False, "foreach": True}):
+        for name, more in (("AdamW", {}), ("SGD", {"momentum": 0.9})):
+            mine = side_by_side([VECTOR] * 3)
+            theirs = alone(mine)
+            ours, others = (
+                getattr(optim, name)(mine, **settings, **more),
+                getattr(torch.optim, name)(theirs, **settings, **more),
+            )
+            for step in range(3):
+                give_grads(step, mine, theirs)
+                ours.step()
+                others.step()
+                assert_equal(mine, ours, theirs, others)
+    assert not calls
+    for name in ("AdamW", "SGD"):
+        param = nn.Parameter(torch.randn(8, 2))
+        param.grad = torch.zeros(8, 2).to_sparse()
+        with pytest.raises(RuntimeError, match="does not support sparse"):
+            getattr(optim, name)([param]).step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_compiled_step_is_torchs(name):
+    mine = side_by_side([VECTOR] * 3)
+    theirs = alone(mine)
+    more = {"momentum": 0.9} if name == "SGD" else {}
+    ours, others = getattr(optim, name)(mine, **more), getattr(torch.optim, name)(theirs, fused=True, **more)
+    compiled = torch.compile(ours.step, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, take in itertools.product(range(2), (ours.step, compiled)):
+            give_grads(step, mine, theirs)
+            take()
+            others.step()
+            assert_equal(mine, ours, theirs, others)
+
+
+def test_arguments_of_another_kind_are_refused():
+    for given in (((), {}, ()), ([], [], ()), ([], {}, []), ([3], {}, ())):
+        with pytest.raises(TypeError, match="expected a"):
+            _C.runs(*given, False, 1.0, True)
+    with pytest.raises(ValueError, match="at most 4 keys"):
+        _C.runs([], {}, tuple("abcde"), False, 1.0, True)
+    mine = side_by_side([4, 4])
+    give_grads(0, mine)
+    assert _C.runs(mine, {}, ("step",), True, 1.0, True) is False
+    assert _C.runs(mine, {param: {"step": 3} for param in mine}, ("step",), True, 1.0, True) is None
+    assert _C.runs(mine, {param: [3] for param in mine}, ("step",), True, 1.0, True) is None
+    assert _C.runs(mine, {}, (), False, 1.0, True)[-1] == [2]
