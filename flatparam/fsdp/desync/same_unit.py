@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ...common.described import Described, digest_of_said, first_difference
@@ -139,7 +140,7 @@ def _compare(
     for group in groups:
         everyone = _tell(said, group, bytes(8) if values is None else values.word)
         ids = ids_of(group)
-        ids.generation = ids.generation or f"{everyone[0][-1]:x}"
+        ids.generation = ids.generation or f"{int(everyone[0, -1]):x}"
         numbers[ids] = ids.of_built()
         if not _is_same(everyone, slice(_SAID)):
             said = _explain(said, shown, group)
@@ -148,7 +149,7 @@ def _compare(
     return said if isinstance(said, str) else None
 
 
-def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[list[int]]:
+def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> Tensor:
     """Gather 6 int64 words from each rank of ``group``: 4 of the digest of ``said``, ``word``, and a random number.
 
     The first rank's random number becomes the group's generation.
@@ -169,12 +170,11 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
         exchange(SetupCollective.BUILDS, dist.all_gather, list(everyone), mine, group=group)
     finally:
         late.cancel()
-    told: list[list[int]] = everyone.tolist()
-    return told
+    return everyone.cpu()
 
 
-def _is_same(everyone: list[list[int]], words: slice) -> bool:
-    return all(everyone[0][words] == other[words] for other in everyone)
+def _is_same(everyone: Tensor, words: slice) -> bool:
+    return bool((everyone[:, words] == everyone[0, words]).all())
 
 
 def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup, name: str = "") -> None:
