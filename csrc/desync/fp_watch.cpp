@@ -254,6 +254,26 @@ fp_time_out(const char *group, const char *name)
 }
 
 int
+fp_let_go(const char *group)
+{
+    return fp::guarded(-1, [&] {
+        c10::intrusive_ptr<c10d::ProcessGroup> held;
+        try {
+            held = fp::unlocked([&] { return c10d::resolve_process_group(group); });
+        }
+        catch (const c10::Error &) {
+            return; /* it was not made to its end, and has no collectives */
+        }
+        std::thread([held = std::move(held)]() mutable {
+            while (held.use_count() > 1) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            }
+            held.reset();
+        }).detach();
+    });
+}
+
+int
 fp_wait_device(const char *name)
 {
     return fp::guarded(-1, [&] {

@@ -220,6 +220,13 @@ time_out(PyObject *module, PyObject *args)
 }
 
 static PyObject *
+let_go(PyObject *module, PyObject *group)
+{
+    const char *name = PyUnicode_AsUTF8(group);
+    return name == NULL ? NULL : fp_none_unless(fp_let_go(name));
+}
+
+static PyObject *
 unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     fp_hidden *hidden = NULL;
@@ -275,6 +282,10 @@ PyMethodDef fp_tensor_methods[] = {
      "Return the seconds after which a collective over group fails on a type of device, as 'cuda'.\n\n"
      "group: the name under which torch registered it. Infinite: there is no such group, or its backend tells no "
      "time-out."},
+    {"let_go", let_go, METH_O,
+     "let_go($module, group, /)\n--\n\n"
+     "Let another thread wait for the end of a group that is destroyed next: its collectives may never end.\n\n"
+     "group: the name under which torch registered it."},
     {"is_plain", FP_METHOD(is_plain), METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\n"
      "Return whether all are plain tensors and no dispatch or function mode is on: loops in C then do what torch's "

@@ -262,13 +262,16 @@ class _Moving:
 
     def compare_units(self) -> None:
         """Compare each unit over the new ranks, which gives it its ids there. A collective call of these ranks."""
+        paths = {wrapper: path for path, wrapper in self.model.named_modules()}
         for wrapper in self.wrappers if self.loading is not None else ():
             unit = wrapper._unit
+            # unit.name has the path from the first forward on, which a new process has not run
+            name = f"the unit of {type(unit.module).__name__} at `{paths[wrapper]}`"
             originals = [original for flat_param in unit.flat_params for original in flat_param.originals]
-            described = describe_unit(unit.name, originals, unit.options)
+            described = describe_unit(name, originals, unit.options)
             placement = unit.options.placement
             inner = placement.param if placement.has_secondary_shard else None
-            self._agreed.append(check_same_unit(described, placement.compared, inner, dict, (unit.name, "")))
+            self._agreed.append(check_same_unit(described, placement.compared, inner, dict, (name, "")))
 
     @property
     def reads(self) -> list[Any]:

@@ -62,7 +62,7 @@ def blocks(page):
 
 
 def is_program(block):
-    return "init_process_group()" in block
+    return "init_process_group()" in block or "elastic.start(" in block
 
 
 def headings(page):

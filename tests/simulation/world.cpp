@@ -154,5 +154,6 @@ PYBIND11_MODULE(_simulated_world, module)
                  return c10::make_intrusive<Backend>(store, rank, size, timeout);
              }),
              py::call_guard<py::gil_scoped_release>())
+        .def("_set_default_timeout", &Backend::setTimeout)
         .def_property_readonly("options", [](Backend &backend) { return backend.getBackendOptions(); });
 }

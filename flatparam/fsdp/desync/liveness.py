@@ -46,6 +46,11 @@ from .stores import Store, reaching, store_of, store_of_world
 
 READING = 2.0  # seconds that a rank stays, so that the others can read its post
 _ANSWERING = 1.6  # seconds in which a live process answers a call
+_RAISED = "has raised an error of its own"
+_ENDS_OF_ITS_OWN = (
+    _RAISED,
+    "has finished, and comes to no collective",
+)  # in a text about a rank; the second: fp_board.cpp
 _LENGTH = 1000  # characters of an error's message in a post
 
 
@@ -135,6 +140,18 @@ class HealthBoard:
         """Return how many of ``ranks`` are known to have ended."""
         said = self.native.said()
         return sum(rank in said for rank in ranks)
+
+    @reaching()
+    def find_lost(self, ranks: Iterable[int], waited: float) -> list[int]:
+        """Return those of ``ranks`` that are killed, stopped or out of reach, not those that have ended by themselves.
+
+        ``waited``: seconds since a collective has failed. After ``READING`` a rank counts that has never appeared.
+        """
+        self.native.look(0.0, True)
+        said, entered = self.native.said(), self.native.entered()
+        lost = [rank for rank in said if not any(words in said[rank] for words in _ENDS_OF_ITS_OWN)]
+        absent = [rank for rank in range(self._size) if waited > READING and rank not in entered]
+        return [rank for rank in ranks if rank in lost or rank in absent]
 
     def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] | None = None) -> str | None:
         said = self.native.said()

@@ -94,6 +94,22 @@ class Store:
         self.raw.delete_key(key)
 
 
+def connect(host: str, port: int, serves: bool = False, seconds: float = 60.0) -> Store:
+    """Return the TCP store at ``host:port``. ``serves``: this process runs it. Raises: StoreGoneError."""
+    with reaching():
+        return Store(dist.TCPStore(host, port, None, serves, datetime.timedelta(seconds=seconds), False))
+
+
+def in_memory() -> Store:
+    """Return a new store for a world of this process alone."""
+    return Store(dist.HashStore())
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this rank."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.WeakKeyDictionary()
 
 

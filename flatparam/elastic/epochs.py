@@ -1,0 +1,146 @@
+"""The epochs of an elastic job: which processes are its ranks now. Decided in the job's store, which survives ranks.
+
+An epoch is one world of ranks. When a rank is lost, or a process asks to join, one of the ranks decides the next epoch:
+the first to write it wins, and all follow. A process is a member: ``slot.life``, where a slot is torchrun's rank, and
+``life`` counts the processes that it has had.
+
+| key | written by | meaning |
+|---|---|---|
+| ``epoch/N`` | the first to decide | the members of epoch N, and why it began |
+| ``here/N/MEMBER`` | that member | it has come to epoch N |
+| ``ended/MEMBER`` | the process that started it | it was killed |
+| ``asks``, ``ask/I`` | a new process | it asks to join |
+| ``done`` | a rank | the job has ended well |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..fsdp.desync.stores import Store
+from .process import REPLACED
+
+PATIENCE = 13.0  # seconds for a member to come to a new epoch: a heartbeat of 10 s, and 3 s more
+
+
+class Epoch(NamedTuple):
+    """``members``: in the order of their ranks. ``asks``: the last ask to join that was decided."""
+
+    number: int
+    members: list[str]
+    asks: int = 0
+    reason: str = ""
+
+
+class Replaced(SystemExit):
+    """This process was taken for lost, and the job goes on without it. Ends it with the status ``REPLACED``."""
+
+    def __init__(self, text: str):
+        super().__init__(REPLACED)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Epochs:
+    """The epochs in ``store``, seen by the member ``me``. Methods raise StoreGoneError."""
+
+    def __init__(self, store: Store, me: str):
+        self._store, self.me = store.below("flatparam elastic"), me
+
+    def first(self, slots: int) -> Epoch:
+        """Return epoch 0, the first life of each slot."""
+        return Epoch(0, [f"{slot}.0" for slot in range(slots)])
+
+    def after(self, epoch: Epoch) -> Epoch | None:
+        """Return the newest epoch after ``epoch``, if there is one."""
+        found = None
+        while said := self._store.value_at(f"epoch/{epoch.number + 1}"):
+            found = epoch = Epoch(epoch.number + 1, *json.loads(said))
+        return found
+
+    def _decide(self, epoch: Epoch, members: Iterable[str], asks: int, reason: str) -> Epoch:
+        """Decide that ``members`` follow on ``epoch``. Return what was decided, perhaps by another rank before."""
+        wanted = json.dumps([sorted(members, key=lambda one: [int(part) for part in one.split(".")]), asks, reason])
+        said = self._store.compare_set(f"epoch/{epoch.number + 1}", "", wanted)
+        return Epoch(epoch.number + 1, *json.loads(said))
+
+    def meet(self, epoch: Epoch) -> Epoch:
+        """Wait until all members of ``epoch`` have come. Return it, or a later one if a member does not come.
+
+        Raises: Replaced if this process is no member.
+        """
+        if self.me not in epoch.members:
+            text = f"flatparam.elastic: {self.me} was replaced in epoch {epoch.number}: {epoch.reason}"
+            print(text, file=sys.stderr, flush=True)  # Python prints nothing for a SystemExit
+            raise Replaced(text)
+        self._store.set(f"here/{epoch.number}/{self.me}", "")
+        begin = time.monotonic()
+        while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
+            if later := self.after(epoch):
+                return self.meet(later)
+            patience = PATIENCE if epoch.number else math.inf  # processes may start late
+            lost = absent if time.monotonic() - begin > patience else self.ended(absent)
+            if lost:
+                return self.meet(self.without(epoch, lost))
+            time.sleep(0.02)
+        return epoch
+
+    def without(self, epoch: Epoch, lost: list[str]) -> Epoch:
+        """Decide that the job goes on without the members ``lost``."""
+        reason = "; ".join(self.why_ended(one) or f"{one} does not answer" for one in lost) or "its world was not made"
+        return self._decide(epoch, (one for one in epoch.members if one not in lost), epoch.asks, reason)
+
+    def end(self, member: str, why: str) -> None:
+        """Say that ``member`` was killed."""
+        self._store.set(f"ended/{member}", why)
+
+    def why_ended(self, member: str) -> str:
+        """Return why ``member`` was killed; empty: it is not known to be."""
+        return self._store.value_at(f"ended/{member}")
+
+    def ended(self, members: Iterable[str]) -> list[str]:
+        return [one for one in members if self.why_ended(one)]
+
+    def ask(self) -> None:
+        """Ask to join."""
+        self._store.set(f"ask/{self._store.add('asks', 1)}", self.me)
+
+    def asks(self) -> int:
+        """Return how many processes have asked to join so far."""
+        return self._store.add("asks", 0)
+
+    def grown(self, epoch: Epoch, asks: int) -> Epoch:
+        """Decide that the processes join that have asked, up to number ``asks``. All ranks decide alike.
+
+        A process takes the place of the one before in its slot.
+        """
+        keys = [f"ask/{i}" for i in range(epoch.asks + 1, asks + 1)]
+        while not self._store.check(keys):  # a process counts itself first, and then says its name
+            time.sleep(0.01)
+        joiners = self._store.values_at(keys)
+        of_slot = {one.split(".")[0]: one for one in [*epoch.members, *joiners]}
+        return self._decide(epoch, of_slot.values(), asks, f"{', '.join(joiners)} joined")
+
+    def wait_to_join(self) -> Epoch | None:
+        """Wait until this process is a member, and return its epoch; None: the job has ended."""
+        epoch = self.first(0)
+        while not self.is_done():
+            epoch = self.after(epoch) or epoch
+            if self.me in epoch.members:
+                return epoch
+            time.sleep(0.05)
+        return None
+
+    def finish(self) -> None:
+        """Say that the job has ended well."""
+        self._store.set("done", "")
+
+    def is_done(self) -> bool:
+        return self._store.check(["done"])

@@ -1,0 +1,143 @@
+"""Parities: what the ranks of a group keep, so that each rank's snapshot can be rebuilt if that rank is lost.
+
+The ranks of the world are cut into groups of k ranks. Each rank cuts its snapshot into k - 1 stripes, one for each
+other rank of its group. A rank keeps the XOR of the stripes that it got: its parity. With k = 2 the parity is a copy.
+A group can lose one rank: each stripe of it is the XOR of one parity and of the other ranks' stripes in that parity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..fsdp.desync.checked_collectives import exchange, issue, wait
+from ..fsdp.desync.events import SetupCollective
+from .epochs import Epoch
+from .snapshot import Key, checksum, is_intact
+
+MOST = {"parity": 4, "buddy": 2}  # ranks of a group
+_WORD = 8
+_CPU = torch.device("cpu")
+
+
+def group_of(rank: int, size: int, redundancy: str) -> list[int]:
+    """Return the ranks of the group of ``rank``: at least two, if ``size`` is, and ranks that lie apart.
+
+    Neighbours are often in one machine, so they are in different groups where there are several.
+    """
+    groups = max(1, min(-(-size // MOST[redundancy]), size // 2))
+    return list(range(rank % groups, size, groups))
+
+
+class Generation:
+    """The snapshots of one step on this rank: its own, ``data``, and its parity of the others in its group.
+
+    ``ranks``: the group, numbers of ranks in ``epoch``. ``is_whole``: the parity is complete here. ``old``: one that is
+    not used any more, whose memory may be taken.
+    """
+
+    def __init__(self, epoch: Epoch, step: int, number: int, ranks: list[int], longest: int, old: Generation | None):
+        self.epoch, self.number, self.ranks = epoch, number, ranks
+        self.key: Key = (epoch.number, step)
+        others = max(1, len(ranks) - 1)
+        self.stripe = -(-longest // (others * _WORD)) * _WORD
+        length = self.stripe * others
+        self.data: Tensor = _of_length(length, None if old is None else old.data)
+        self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if old is None else old._got)
+        self.parity = self._got[:0]
+        self.is_whole = len(ranks) == 1
+        self._sums = 0
+        self._work: Any = None
+        self._over: Any = None
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        """Begin to exchange stripes. ``group``: the process group of ``ranks``. A collective call of it."""
+        if len(self.ranks) == 1:
+            return
+        splits = [0 if one == self.number else self.stripe for one in self.ranks]
+        options = {"output_split_sizes": splits, "input_split_sizes": splits}
+        self._over = group
+        self._work = issue(dist.all_to_all_single, self._got, self.data, group=group, **options)
+
+    def complete(self) -> None:
+        """Wait for the other ranks' stripes, and compute the parity. Raises: OrderError if a rank is lost."""
+        if self._work is not None:
+            wait(self._work, self._over, _CPU)
+            first, *others = self._got.split(self.stripe)
+            add(first, others)
+            self.parity = first.clone() if others else first
+            self._sums = checksum(self.parity)
+            self._work = None
+            self.is_whole = True
+
+    def is_sound(self) -> bool:
+        """Whether the parity is complete here, and has not changed since."""
+        return self.is_whole and (len(self.ranks) == 1 or checksum(self.parity) == self._sums)
+
+    def is_readable(self) -> bool:
+        """Whether this rank's own snapshot has not changed since it was taken."""
+        return is_intact(self.data)
+
+    def drop_work(self) -> None:
+        """Wait no more for stripes: their ranks are lost."""
+        self._work = None
+
+    def stripe_for(self, number: int) -> Tensor:
+        """Return the stripe that the rank ``number`` gets: they lie in the order of those ranks."""
+        others = [one for one in self.ranks if one != self.number]
+        at = others.index(number) * self.stripe
+        return self.data[at : at + self.stripe]
+
+
+def _of_length(length: int, old: Tensor | None) -> Tensor:
+    """Return ``length`` bytes: ``old`` if it fits, as fresh memory is slower to write."""
+    return old if old is not None and old.numel() == length else torch.empty(length, dtype=torch.uint8)
+
+
+def add(out: Tensor, stripes: Sequence[Tensor]) -> Tensor:
+    """XOR the bytes of ``stripes`` into ``out``, and return it."""
+    for one in stripes:
+        out.view(torch.int64).bitwise_xor_(one.view(torch.int64))
+    return out
+
+
+def rebuild(mine: Generation | None, lost: dict[int, list[int]], at: Callable[[int], int]) -> dict[int, Tensor]:
+    """Rebuild the snapshots of lost ranks. A collective call of all ranks of the world.
+
+    Args: ``mine``: this rank's part of that step, or None; ``lost``: number of a lost rank -> its group; ``at``: the
+    rank in the world of a number. Returns: the runs that are rebuilt here, by number: on the first rank of the group.
+    """
+    for_me = [number for number, ranks in lost.items() if mine is not None and mine.number in ranks]  # one at most
+    stripes: dict[int, Tensor] = {}
+    pieces: dict[int, Tensor] = {}
+    here: list[int] = []  # numbers of the ranks whose pieces come to this one
+    for number in for_me:
+        assert mine is not None
+        others = [one for one in mine.ranks if one not in (number, mine.number)]
+        stripes = {at(one): mine.stripe_for(one) for one in others}
+    got = _exchanged(stripes, {rank: stripe.numel() for rank, stripe in stripes.items()})
+    for number in for_me:
+        assert mine is not None
+        survivors = [one for one in mine.ranks if one != number]
+        pieces = {at(survivors[0]): add(mine.parity.clone(), got)}
+        here = survivors if mine.number == survivors[0] else []
+    got = _exchanged(pieces, {at(one): mine.stripe for one in here if mine is not None})
+    return {number: torch.cat(got) for number in for_me if here}
+
+
+def _exchanged(out: dict[int, Tensor], sizes: dict[int, int]) -> list[Tensor]:
+    """Send ``out``, rank -> bytes, and return the bytes that came, in the order of ranks. ``sizes``: rank -> number."""
+    world: Any = dist.group.WORLD
+    ranks = range(world.size())
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(out[rank] for rank in sorted(out))])
+    got = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+    options = {
+        "output_split_sizes": [sizes.get(rank, 0) for rank in ranks],
+        "input_split_sizes": [out[rank].numel() if rank in out else 0 for rank in ranks],
+    }
+    exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, sent, group=world, **options)
+    return list(got.split([sizes[rank] for rank in sorted(sizes)]))

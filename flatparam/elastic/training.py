@@ -1,0 +1,470 @@
+"""A training loop that survives the loss of ranks: ``start``, ``steps``, ``survive``, ``rank``, ``size``.
+
+| when | what happens |
+|---|---|
+| between two steps | each rank copies its state (``snapshot.py``), and sends stripes of the copy (``parity.py``) |
+| before the optimizer steps | the stripes have come, or it waits: the step before is committed |
+| a rank is lost | the others decide the next epoch (``epochs.py``), and go back to the last committed step in it |
+| a process asks to join | the same at the next step boundary, with no rank lost |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from .. import _C
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.optimizers import labelled
+from ..common.warned import warn_user
+from ..fsdp.desync import liveness
+from ..fsdp.desync.checked_collectives import gather_objects, run
+from ..fsdp.desync.events import SetupCollective
+from ..fsdp.desync.stores import Store, all_groups, connect, in_memory
+from ..fsdp.desync.trace import TRANSPORT
+from ..fsdp.errors import OrderError, StateError
+from .epochs import Epoch, Epochs
+from .parity import MOST, Generation, group_of, rebuild
+from .process import MEMBER
+from .resizing import check_model, enter, leave
+from .snapshot import Plan, read
+
+_CONNECTING = datetime.timedelta(seconds=10)  # for a new world: all of its members have come
+_ATTEMPTS = 3  # to make a world
+_CPU = torch.device("cpu")
+Build = Callable[[], tuple[nn.Module, Any]]
+
+
+class Session:
+    """The training of one rank, through all its epochs.
+
+    ``step``: steps that are done. ``generations``: snapshots of this rank, oldest first: two, or three while the newest
+    is not whole on all ranks.
+    """
+
+    def __init__(
+        self, store: Store, member: str, slots: int, redundancy: str, every: int, time_out: datetime.timedelta
+    ):
+        self.epochs = Epochs(store, member)
+        self._store, self._redundancy, self._every, self._time_out = store, redundancy, every, time_out
+        self.slots = slots
+        self.joins: Epoch | None = None  # the epoch in which a new process joins
+        self.epoch = Epoch(-1, [])
+        self.step = 0
+        self.has_recovered = False  # since the last step was yielded
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.extra: Any = None
+        self._first_extra: Any = None  # its state before the first step: the snapshot of ``start`` has none
+        self.generations: list[Generation] = []
+        self._group: Any = None
+        self._attempts = 0  # to make a world, since the last one
+
+    # Worlds
+
+    def make_world(self, epoch: Epoch) -> None:
+        """Come to ``epoch`` or a later one, and make its world. Raises: Replaced; RuntimeError if a rank is lost."""
+        self._attempts += 1
+        self.epoch = epoch = self.epochs.meet(epoch)
+        store = self._store.below(f"flatparam world {epoch.number}").raw
+        number, size = epoch.members.index(self.epochs.me), len(epoch.members)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=_CONNECTING)
+        groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
+        for ranks in sorted(groups):  # all ranks make all groups
+            made = dist.new_group(list(ranks), timeout=_CONNECTING)
+            self._group = made if number in ranks else self._group
+        for group in all_groups():
+            dist.distributed_c10d._set_pg_timeout(self._time_out, group)
+        store.set_timeout(self._time_out)
+        self._attempts = 0
+
+    def end_world(self) -> None:
+        """Destroy the world, without a wait for ranks that are lost."""
+        if not dist.is_initialized():
+            return
+        for generation in self.generations:
+            generation.drop_work()
+        if self.model is not None:
+            leave(self.model)
+        for group in all_groups():
+            if dist.get_backend(group) != "fake":
+                group._get_backend(_CPU).abort()
+                _C.let_go(group.group_name)
+        self._group = None
+        dist.destroy_process_group()
+        gc.collect()
+
+    # The model
+
+    def build(self, build: Build) -> None:
+        """Build the model and the optimizer over the world."""
+        self.model, self.optimizer = build()
+        check_model(self.model)
+        for one in labelled(self.optimizer).values():
+            one.register_step_pre_hook(lambda *_: self.complete())
+
+    def ask_to_join(self, build: Build) -> tuple[nn.Module, Any]:
+        """Build the model over a fake world, ask to join the job, and wait for it. ``begin`` joins."""
+        dist.init_process_group("fake", store=in_memory().raw, rank=0, world_size=self.slots)
+        self.build(build)
+        self.end_world()
+        self.epochs.ask()
+        self.joins = self.epochs.wait_to_join()
+        if self.joins is None:
+            raise SystemExit(0)
+        return self.model, self.optimizer
+
+    # Commits
+
+    def commit(self, joins: bool = True) -> None:
+        """Take a snapshot of the step that is done, and begin to send its parity. ``joins``: take in new processes.
+
+        The parity of the snapshot before is whole on all ranks then. A collective call.
+        """
+        number, size = dist.get_rank(), dist.get_world_size()
+        self.complete()
+        extra = {"step": self.step, "rng": torch.get_rng_state(), "extra": _state_of(self.extra)}
+        plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
+        told = _gathered(plan.length, self.epochs.asks())
+        lengths, asks = zip(*told, strict=True)
+        old = self.generations[0] if len(self.generations) > 1 else None
+        del self.generations[:-1]  # all ranks are here, so the newest is whole on all of them
+        ranks = group_of(number, size, self._redundancy)
+        longest = max(lengths[one] for one in ranks)
+        generation = Generation(self.epoch, self.step, number, ranks, longest, old)
+        plan.write(generation.data)
+        self.generations.append(generation)
+        generation.send(self._group)
+        if joins and min(asks) > self.epoch.asks:
+            generation.complete()
+            self.go_to(self.epochs.grown(self.epoch, min(asks)))
+
+    def meet(self) -> None:
+        """Wait until the newest snapshot is whole on all ranks."""
+        self.complete()
+        _gathered(0)
+
+    # Recovery
+
+    def recover(self, error: Exception) -> None:
+        """Go on without the ranks whose loss has caused ``error``. Raises: ``error`` if no rank is lost; Replaced."""
+        self.go_to(self.epoch_after(error))
+
+    def epoch_after(self, error: Exception) -> Epoch:
+        """Return the epoch that follows on the loss that has caused ``error``. Raises: ``error`` if no rank is lost."""
+        is_of_ranks = isinstance(error, OrderError | CheckpointError)
+        if not is_of_ranks and not (isinstance(error, RuntimeError) and TRANSPORT.search(str(error))):
+            raise error
+        members, begin = self.epoch.members, time.monotonic()
+        board = liveness.board() if dist.is_initialized() else None
+        while (waited := time.monotonic() - begin) < 2 * liveness.READING:
+            later = self.epochs.after(self.epoch)
+            if later is not None:
+                return later
+            lost = self.epochs.ended(members)
+            if board is not None:
+                others = [rank for rank in range(len(members)) if rank != dist.get_rank()]
+                lost += [members[rank] for rank in board.find_lost(others, waited)]
+            if lost:
+                return self.epochs.without(self.epoch, lost)
+            time.sleep(0.02)
+        if 0 < self._attempts < _ATTEMPTS:  # the world was not made: who does not come to the next one is lost
+            return self.epochs.without(self.epoch, [])
+        raise error
+
+    def go_to(self, epoch: Epoch) -> None:
+        """Leave the world for that of ``epoch``, or a later one if more ranks are lost, with the committed state."""
+        found: _Found | str | None = None
+        while found is None:
+            self.end_world()
+            try:
+                self.make_world(epoch)
+                found = self._find_state()
+                if not isinstance(found, str):
+                    self._bind(found)
+            except Exception as error:
+                found, epoch = None, self.epoch_after(error)
+        if isinstance(found, str):
+            raise CheckpointError(found)
+        self.has_recovered = True
+        if self.epoch.members[0] == self.epochs.me:
+            number, ranks = self.epoch.number, len(self.epoch.members)
+            print(
+                f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {self.epoch.reason}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _find_state(self) -> _Found | str:
+        """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
+        world: Any = dist.group.WORLD
+        kept = [
+            (one.key, one.epoch.members, one.number, one.is_sound()) for one in self.generations if one.is_readable()
+        ]
+        return _choose(gather_objects(SetupCollective.RESIZES, kept, world), self._redundancy)
+
+    def _bind(self, found: _Found) -> None:
+        """Bind the model to the ranks of the world, with the state that was ``found``."""
+        mine = next((one for one in self.generations if one.key == found.key and one.is_readable()), None)
+        runs = {} if mine is None else {mine.number: mine.data}
+        runs |= rebuild(mine, found.lost, found.at.__getitem__)
+        here = {number: read(run, found.key, number) for number, run in runs.items()}
+        extra = enter(self.model, self.optimizer, here)
+        self.generations = [] if mine is None else [mine]
+        self.step = extra["step"]
+        torch.set_rng_state(extra["rng"])
+        _set_state(self.extra, self._first_extra if extra["extra"] is None else extra["extra"])
+
+    # The loop
+
+    def begin(self, model: nn.Module, optimizer: Any, extra: Any) -> None:
+        if model is not self.model or optimizer is not self.optimizer:
+            raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
+        self.extra, self._first_extra = extra, copy.deepcopy(_state_of(extra))
+        if self.joins is not None:
+            self.go_to(self.joins)
+            self.joins = None
+
+    def steps(self, until: int) -> Iterator[int]:
+        while True:
+            self.has_recovered = False
+            try:
+                if self.step % self._every == 0 or self.step >= until or not self._is_committed():
+                    self.commit()
+                if self.step >= until and not self.has_recovered:
+                    self.epochs.finish()
+                    return
+            except Exception as error:
+                self.recover(error)
+            if not self.has_recovered:
+                yield self.step
+            if not self.has_recovered:
+                self.step += 1
+
+    def _is_committed(self) -> bool:
+        """Whether there is a snapshot of this epoch."""
+        return bool(self.generations) and self.generations[-1].epoch == self.epoch
+
+    def complete(self) -> None:
+        """Wait until the parities are complete. Before an optimizer step. Raises: OrderError if a rank is lost."""
+        for generation in self.generations:
+            generation.complete()
+
+
+def _gathered(*mine: int) -> list[list[int]]:
+    """Return the numbers that each rank gives. A collective call."""
+    world: Any = dist.group.WORLD
+    told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(world.size())]
+    run(dist.all_gather, told, torch.tensor(mine), group=world)
+    return [one.tolist() for one in told]
+
+
+class _Found(NamedTuple):
+    """The newest state that ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``."""
+
+    key: tuple[int, int]
+    at: dict[int, int]
+    lost: dict[int, list[int]]
+
+
+def _choose(told: list[list[Any]], redundancy: str) -> _Found | str:
+    """Return what can be rebuilt from the generations that the ranks told; or why nothing can."""
+    at: dict[tuple[int, int], dict[int, int]] = {}
+    sound: set[tuple[tuple[int, int], int]] = set()
+    members: dict[tuple[int, int], list[str]] = {}
+    for rank, kept in enumerate(told):
+        for key, names, number, is_sound in kept:
+            at.setdefault(key, {})[number] = rank
+            members[key] = names
+            sound |= {(key, number)} if is_sound else set()
+    lost_last: list[str] = []
+    for key in sorted(at, reverse=True):
+        size = len(members[key])
+        lost = {one: group_of(one, size, redundancy) for one in range(size) if one not in at[key]}
+        if all(
+            len(ranks) > 1 and all((key, one) in sound for one in ranks if one != number)
+            for number, ranks in lost.items()
+        ):
+            return _Found(key, at[key], lost)
+        lost_last = lost_last or [members[key][one] for one in lost]
+    return (
+        f"the state of {', '.join(lost_last) or 'all ranks'} is lost, with what the others keep of it: "
+        "start again from the newest checkpoint"
+    )
+
+
+def _state_of(extra: Any) -> Any:
+    """Return what a snapshot has of ``extra``. Raises: ValueError."""
+    if extra is None:
+        return None
+    if isinstance(extra, dict):
+        return {name: _state_of(one) for name, one in extra.items()}
+    if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
+        raise ValueError(
+            "elastic.steps: expected `extra` to be an object with state_dict() and load_state_dict(), or a dict of "
+            f"such objects, got {type(extra).__name__}"
+        )
+    return extra.state_dict()
+
+
+def _set_state(extra: Any, state: Any) -> None:
+    if isinstance(extra, dict):
+        for name, one in extra.items():
+            _set_state(one, state[name])
+    elif extra is not None:
+        extra.load_state_dict(state)
+
+
+_here = threading.local()
+
+
+def session() -> Session:
+    """Return the session of this rank. Raises: StateError before ``start``."""
+    found: Session | None = getattr(_here, "session", None)
+    if found is None:
+        raise StateError("flatparam.elastic: call elastic.start(build) first")
+    return found
+
+
+def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
+    """Make the world of ``found``, or ask to join the present one, and build the model.
+
+    If a rank is lost before all have committed their first state, the others build the model again.
+    """
+    _here.session = found
+    if not found.epochs.me.endswith(".0"):
+        return found.ask_to_join(build)
+    epoch = found.epochs.first(found.slots)
+    while True:
+        try:
+            found.make_world(epoch)
+            if len(found.epoch.members) == 1:
+                raise StateError(
+                    "elastic.start: all other ranks are lost, and no state is committed: start the job again"
+                )
+            found.build(build)
+            found.commit(joins=False)
+            found.meet()
+            return found.model, found.optimizer
+        except Exception as error:
+            epoch = found.epoch_after(error)
+            found.end_world()
+            found.generations.clear()
+
+
+def start(
+    build: Build,
+    *,
+    redundancy: str = "parity",
+    every: int = 1,
+    timeout: datetime.timedelta = dist.constants.default_pg_timeout,
+) -> tuple[nn.Module, Any]:
+    """Make the world, and build the model and the optimizer in it; a new process of the job asks to join.
+
+    Call it once in each process, which ``torchrun ... -m flatparam.elastic script.py`` has started.
+
+    Args:
+        build: returns the model, wrapped over the world, and its optimizer, or a list or dict of several.
+        redundancy: "parity": groups of up to 4 ranks, each of which may lose one rank; "buddy": groups of 2 or 3.
+        every: steps from one snapshot to the next.
+        timeout: of the process groups.
+
+    Returns: what ``build`` has returned.
+    Raises: ValueError, StateError: the model cannot move to other ranks. SystemExit: a process that joins finds that
+    the job has ended.
+    """
+    if redundancy not in MOST:
+        raise ValueError(f"elastic.start: expected redundancy to be one of {list(MOST)}, got {redundancy!r}")
+    if every < 1:
+        raise ValueError(f"elastic.start: expected every to be at least 1, got {every}")
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"elastic.start: the environment has no {missing[0]}: start the script with torchrun")
+    slot, slots = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if slots < 2:
+        raise ValueError("elastic.start: expected at least 2 ranks, as a rank alone has nobody who keeps its state")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not by_agent:
+        warn_user(
+            "elastic.start: the store is in rank 0, so the job ends if that rank is lost: start it with torchrun", ()
+        )
+    if MEMBER not in os.environ:
+        warn_user(
+            "elastic.start: torchrun ends the job when a rank is lost, unless it is started with "
+            "`torchrun --max-restarts 0 ... -m flatparam.elastic script.py`",
+            (),
+        )
+    store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), not by_agent and slot == 0)
+    member = os.environ.get(MEMBER, f"{slot}.0")
+    return begin_session(Session(store, member, slots, redundancy, every, timeout), build)
+
+
+def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]:
+    """Return the indices of this rank's samples in ``step``, for any number of ranks.
+
+    In an epoch each of the first ``length // batch_size * batch_size`` entries of a permutation comes once, also if the
+    number of ranks changes in it: step and ``batch_size`` decide the batch, and the ranks deal it out. The first
+    ``batch_size % size()`` ranks get one sample more.
+
+    Args:
+        step: of ``steps``.
+        batch_size: samples of a step on all ranks together.
+        length: samples of the data set, at least ``batch_size``.
+        seed: of the permutations, one for each epoch.
+    """
+    if not 0 < batch_size <= length:
+        raise ValueError(f"elastic.samples: expected batch_size from 1 to {length}, got {batch_size}")
+    epoch, number = divmod(step, length // batch_size)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
+    found: list[int] = order[number * batch_size : (number + 1) * batch_size][rank() :: size()].tolist()
+    return found
+
+
+def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> Iterator[int]:
+    """Yield the numbers of the steps to do, from 0 to ``until - 1``; a step is yielded again after a loss in it.
+
+    Before each, all ranks commit the step before: each keeps what another rank would need. All ranks must take part.
+
+    Args:
+        model, optimizer: of ``start``.
+        until: the number of steps of the training.
+        extra: with ``state_dict`` and ``load_state_dict``, as schedulers have, or a dict of such objects. It goes back
+            with the model. Random numbers of the CPU do so by themselves.
+    """
+    session().begin(model, optimizer, extra)
+    return session().steps(until)
+
+
+@contextlib.contextmanager
+def survive() -> Iterator[None]:
+    """A block with one step. If other ranks are lost in it, go back to the last committed step with the rest.
+
+    The block ends then, and ``steps`` yields the step to do again. Other errors pass. Raises: CheckpointError on all
+    ranks, if they have not kept enough; Replaced, which ends a process that others took for lost.
+    """
+    try:
+        yield
+    except Exception as error:
+        session().recover(error)
+
+
+def rank() -> int:
+    """Return this process's rank now. It changes when ranks are lost or join."""
+    return dist.get_rank()
+
+
+def size() -> int:
+    """Return the number of ranks now."""
+    return dist.get_world_size()

@@ -1,0 +1,124 @@
+"""Elastic training under stock torchrun, with real processes: ``torchrun ... -m flatparam.elastic script.py``.
+
+Oracle: the unsharded module, trained on the batches of the ranks that each step had in the end. Its gradients are whole
+numbers, so sums of them have the same bits in each order.
+
+Promises:
+- after SIGKILL the others begin their next step within 3 s, a new process joins, all train as the unsharded module
+  does, and the job ends with status 0: `test_a_killed_process_is_replaced`
+- the same holds for the rank whose number is 0, and for one rank after another: `test_each_rank_can_be_lost_in_turn`
+- a stopped process is replaced after the heartbeat; when it goes on, it ends quietly:
+  `test_a_stopped_process_is_replaced`
+- an error of the script ends the job with a status that is not 0, and is printed: `test_an_error_ends_the_job`
+- without torchrun, or with one rank, the error says what to do: `test_bad_starts_are_told`
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import elastic_script
+import pytest
+import torch
+
+from tests.simulation.reference import divisors
+
+pytestmark = pytest.mark.multiprocess
+SUPPORT = Path(elastic_script.__file__).parent
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node"]
+
+
+def launched(ranks, *arguments, **settings):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"OMP_NUM_THREADS": "1", **settings}
+    command = [sys.executable, *LAUNCH, str(ranks), "-m", "flatparam.elastic", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process):
+    said, errors = process.communicate(timeout=120)
+    return said, errors, process.returncode
+
+
+def trains_as_the_unsharded_module(said, until):
+    """Return the number of ranks of each step."""
+    sizes = {}
+    for step, size in re.findall(r"^step (\d+) (\d+) ", said, re.MULTILINE):
+        sizes[int(step)] = int(size)
+    assert sorted(sizes) == list(range(until)), said
+    net = elastic_script.Net()
+    optimizer = elastic_script.optimizer_of(net)
+    for step, size in sorted(sizes.items()):
+        before, after = divisors(size)
+        sums = [torch.zeros_like(param) for param in net.parameters()]
+        for rank in range(size):
+            grads = torch.autograd.grad(net(elastic_script.batch(step, rank)), list(net.parameters()))
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad / before
+        for param, total in zip(net.parameters(), sums, strict=True):
+            param.grad = total / after
+        optimizer.step()
+    expected = torch.cat([param.detach().flatten() for param in net.parameters()]).numpy().tobytes().hex()
+    ends = re.findall(r"^end (\w+)", said, re.MULTILINE)
+    assert ends == [expected] * sizes[until - 1], said
+    return [sizes[step] for step in range(until)]
+
+
+def test_a_killed_process_is_replaced():
+    said, errors, status = ended(launched(4, SUPPORT / "elastic_script.py", "40", "2.0:5:kill"))
+    assert status == 0, said + errors
+    sizes = trains_as_the_unsharded_module(said, 40)
+    assert sizes[0] == 4, sizes
+    assert 3 in sizes, sizes
+    assert sizes[-1] == 4, sizes
+    (killed,) = map(float, re.findall(r"struck \d+ (\S+)", said))
+    later = [float(begin) for size, begin in re.findall(r"^step \d+ (\d) \S+ (\S+)", said, re.MULTILINE) if size == "3"]
+    assert min(later) - killed < 3.0
+    assert "2.0 was killed by SIGKILL" in errors
+    assert "2.1 joined" in errors
+
+
+def test_each_rank_can_be_lost_in_turn():
+    faults = ["0.0:4:kill", "1.0:24:kill", "2.0:44:kill"]
+    said, errors, status = ended(launched(3, SUPPORT / "elastic_script.py", "60", *faults))
+    assert status == 0, said + errors
+    trains_as_the_unsharded_module(said, 60)
+    assert len(re.findall(r"was killed by SIGKILL$", errors, re.MULTILINE)) == 3, errors
+
+
+def test_a_stopped_process_is_replaced():
+    process = launched(3, SUPPORT / "elastic_script.py", "40", "1.0:5:stop", FLATPARAM_HEARTBEAT="2")
+    before = []
+    while not before or not re.match(r"step \d+ 2 ", before[-1]):  # the others have gone on
+        before.append(process.stdout.readline())
+        assert before[-1], before
+    (stopped,) = [int(line.split()[1]) for line in before if line.startswith("struck")]
+    os.kill(stopped, signal.SIGCONT)
+    said, errors, status = ended(process)
+    assert status == 0, said + errors
+    trains_as_the_unsharded_module("".join(before) + said, 40)
+    assert "1.0 was replaced in epoch 1" in errors
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit"])
+def test_an_error_ends_the_job(kind):
+    said, errors, status = ended(launched(3, SUPPORT / "elastic_script.py", "40", f"1.0:5:{kind}"))
+    assert status != 0, said
+    assert "end" not in said
+    if kind == "raise":
+        assert "ValueError: this batch is bad" in errors
+
+
+def test_bad_starts_are_told():
+    for ranks, text in ((0, "the environment has no RANK: start it with torchrun"), (1, "expected at least 2 ranks")):
+        if ranks:
+            said, errors, status = ended(launched(ranks, SUPPORT / "elastic_script.py", "4"))
+        else:
+            command = [sys.executable, "-m", "flatparam.elastic", SUPPORT / "elastic_script.py", "4"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            said, errors, status = done.stdout, done.stderr, done.returncode
+        assert status != 0, said
+        assert text in errors

@@ -1,0 +1,113 @@
+"""A program of ``flatparam.elastic`` for ranks that are lost and join, and what it must compute."""
+
+import datetime
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import elastic
+from flatparam.elastic import training
+from flatparam.fsdp.desync.stores import store_of_world
+from flatparam.fsdp.errors import OrderError
+
+from .faults import user_code
+from .reference import divisors
+
+UNTIL = 6
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+def optimizer_of(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.125, foreach=False)
+
+
+def built():
+    module = net()
+    for i in range(len(module)):
+        module[i] = FSDP(module[i])
+    model = FSDP(module)
+    return model, optimizer_of(model)
+
+
+def batch(step, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(module, step, rank):
+    return module(batch(step, rank)).square().mean()
+
+
+def train(rank, size, redundancy="parity", joins=(), pause=0.05):
+    """Train on the first ``size`` ranks. A rank after those is a new process.
+
+    ``joins``: for each of those its slot, and the second at which it begins.
+    Returns: step -> number of ranks and loss of the last attempt; the parameters, None if a rank is lost after the
+    training; the scheduler's step and the next random number. None for a process that comes after the end.
+    """
+    store = store_of_world()
+    dist.destroy_process_group()
+    member = f"{rank}.0"
+    if rank >= size:
+        slot, second = joins[rank - size]
+        member = f"{slot}.1"
+        time.sleep(second)
+    session = training.Session(store, member, size, redundancy, 1, datetime.timedelta(seconds=60))
+    try:
+        model, optimizer = training.begin_session(session, built)
+    except SystemExit as error:
+        if error.code:
+            raise
+        return None
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    log = {}
+    for step in elastic.steps(model, optimizer, UNTIL, extra=schedule):
+        with elastic.survive():
+            time.sleep(pause)
+            user_code()
+            torch.rand(())
+            loss = loss_of(model, step, elastic.rank())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            log[step] = (elastic.size(), loss.item())
+    end = (schedule.last_epoch, torch.rand(()).item())
+    try:
+        return log, list(model.state_dict().values()), end
+    except OrderError:
+        return log, None, end
+
+
+def unsharded(sizes):
+    """Train the module alone, on the batches of ``sizes[step]`` ranks.
+
+    Returns: losses by step and rank; the parameters; the scheduler's step and the next random number.
+    """
+    module = net()
+    optimizer = optimizer_of(module)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    for step, size in enumerate(sizes):
+        before, after = divisors(size)
+        sums = [torch.zeros_like(param) for param in module.parameters()]
+        losses.append([])
+        for rank in range(size):
+            loss = loss_of(module, step, rank)
+            losses[-1].append(loss.item())
+            grads = torch.autograd.grad(loss, list(module.parameters()))
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad / before
+        for param, total in zip(module.parameters(), sums, strict=True):
+            param.grad = total / after
+        optimizer.step()
+        schedule.step()
+        torch.rand(())
+    end = (schedule.last_epoch, torch.rand(()).item())
+    return losses, [param.detach() for param in module.parameters()], end

@@ -1,0 +1,137 @@
+"""Elastic training on simulated ranks: a rank is killed at a random point of a seed, or a process joins.
+
+Oracle: the unsharded module, trained on the batches of the ranks that each step had in the end, gradients summed by
+hand, bit for bit: losses, parameters, the scheduler's and the generator's state.
+
+Promises:
+- wherever a rank is killed, also while the world is made, the model is built, or the state moves, the others go on and
+  train as the unsharded module: `test_a_killed_rank_changes_no_bit`
+- the same holds if two are killed; if that was too much for the parities, all others raise one error that names whose
+  state is lost: `test_two_killed_ranks_change_no_bit_or_all_are_told`
+- new processes that join at a random time change no bit, also if a rank is killed meanwhile:
+  `test_processes_that_join_change_no_bit`
+- a rank that was stopped for longer than the heartbeat is replaced and ends quietly: `test_a_stopped_rank_is_replaced`
+- an error of user code is no loss: it ends the rank, and the others are told of it:
+  `test_an_error_of_user_code_passes`
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.simulation import checkers, elastic_programs
+from tests.simulation.faults import HEARTBEAT, Fault
+from tests.simulation.process import simulated
+
+POINTS = 240  # of the seams, of a rank that no fault strikes
+
+
+def train(seed, size, faults, redundancy="parity", joins=()):
+    return simulated(
+        elastic_programs.train, size + len(joins), seed, size, redundancy, joins, faults=faults, limit=300.0
+    )
+
+
+def struck(run):
+    return {fault.rank for fault in run.struck}
+
+
+def agrees_with_the_unsharded_module(run, alive):
+    """Return the number of ranks of each step."""
+    assert run.reason == 0, run.story
+    assert not run.errors, run.story
+    assert set(run.results) >= alive, run.story
+    results = {rank: run.results[rank] for rank in alive if run.results[rank] is not None}  # None: came too late
+    sizes = []
+    for step in range(elastic_programs.UNTIL):
+        found = {log[step][0] for log, _, _ in results.values() if step in log}
+        assert len(found) == 1, (step, found, run.story)
+        sizes += found
+    losses, params, at_end = elastic_programs.unsharded(sizes)
+    for log, theirs, end in results.values():
+        for step, (_, loss) in log.items():
+            assert loss in losses[step], (step, run.story)
+        assert theirs is None or all(map(torch.equal, theirs, params)), run.story
+        assert end == at_end, run.story
+    return sizes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_killed_rank_changes_no_bit(size):
+    seen = 0
+    for seed in range(25):
+        chosen = random.Random(seed)
+        run = train(seed, size, [Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))])
+        if any("no state is committed" in text for _, text, _ in run.errors.values()):
+            assert size == 2, run.story
+            continue
+        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
+        seen += sizes[-1] < size
+    assert seen > 15, "seldom a rank was killed"
+
+
+@pytest.mark.parametrize("redundancy", ["parity", "buddy"])
+def test_two_killed_ranks_change_no_bit_or_all_are_told(redundancy):
+    went_on = told = 0
+    for seed in range(30):
+        chosen = random.Random(seed)
+        faults = [Fault("is killed", rank, chosen.randrange(300)) for rank in chosen.sample(range(5), 2)]
+        run = train(seed, 5, faults, redundancy)
+        errors = {error[:2] for rank, error in run.errors.items() if rank not in struck(run)}
+        if errors and len(run.struck) == 2:
+            assert run.reason == 0, run.story
+            ((kind, text),) = errors
+            assert kind == "CheckpointError", run.story
+            assert text.endswith("start again from the newest checkpoint"), run.story
+            assert any(f"{rank}.0" in text for rank in struck(run)), run.story
+            told += 1
+        else:
+            sizes = agrees_with_the_unsharded_module(run, set(range(5)) - struck(run))
+            went_on += sizes[-1] == 3
+    assert went_on > 10
+    assert told > 1
+
+
+def test_processes_that_join_change_no_bit():
+    most, joined = 0, 0
+    for seed in range(30):
+        chosen = random.Random(seed)
+        size, joiners = chosen.choice([3, 4]), chosen.choice([1, 2])
+        joins = [(size + i, chosen.uniform(0.0, 0.5)) for i in range(joiners)]
+        faults = [Fault("is killed", chosen.randrange(size + joiners), chosen.randrange(POINTS))][: seed % 2]
+        run = train(seed, size, faults, joins=joins)
+        sizes = agrees_with_the_unsharded_module(run, set(range(size + joiners)) - struck(run))
+        most, joined = max(most, *sizes), joined + (max(sizes) > size)
+    assert most == 6
+    assert joined > 15
+
+
+def test_a_stopped_rank_is_replaced():
+    replaced = 0
+    for seed in range(20):
+        chosen = random.Random(seed)
+        run = train(seed, 3, [Fault("is stopped", chosen.randrange(3), chosen.randrange(POINTS), 3 * HEARTBEAT)])
+        if not run.struck or not run.errors:
+            agrees_with_the_unsharded_module(run, {0, 1, 2})
+            continue
+        (stopped,) = struck(run)
+        kind, text, _ = run.errors.pop(stopped)
+        assert kind == "Replaced", run.story
+        assert f"{stopped}.0 was replaced in epoch" in text, run.story
+        agrees_with_the_unsharded_module(run, {0, 1, 2} - {stopped})
+        replaced += 1
+    assert replaced > 10
+
+
+def test_an_error_of_user_code_passes():
+    for seed in range(10):
+        chosen = random.Random(seed)
+        size = chosen.choice([2, 3])
+        fault = Fault("raises in user code", chosen.randrange(size), chosen.randrange(elastic_programs.UNTIL))
+        run = train(seed, size, [fault])
+        checkers.nobody_waits_for_ever(run)
+        assert run.errors[fault.rank][0] == "UserError", run.story
+        assert set(run.errors) == set(range(size)), run.story
+        for _, text, _ in checkers.told(run).values():
+            assert text.startswith(f"rank {fault.rank} has raised an error of its own"), run.story
