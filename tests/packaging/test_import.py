@@ -55,7 +55,13 @@ CASES = {
         from torch.distributed.checkpoint.state_dict import FSDP
         assert isinstance(model, FSDP)
         import torch.distributed.algorithms.model_averaging.utils
-        assert not [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.patches"]
+        finders = [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.patches"]
+        assert {name.partition(".")[0] for finder in finders for name in finder.wanted} <= {"transformers", "peft"}
+        import gc
+        del model
+        dist.destroy_process_group()
+        gc.collect()
+        assert not set(finders) & set(sys.meta_path)
         """,
     "what is not there": """
         import flatparam
