@@ -203,12 +203,8 @@ def on_meta():
 
 # What rank 1 alone passes; its error and what it says
 WRONG = [
-    (
-        {"mixed_precision": "bf16"},
-        TypeError,
-        "expected mixed_precision to be torch's MixedPrecision or None, got 'bf16'",
-    ),
-    ({"cpu_offload": True}, TypeError, "expected cpu_offload to be torch's CPUOffload or None, got True"),
+    ({"mixed_precision": "bf16"}, TypeError, "expected mixed_precision to be torch's MixedPrecision or None, as in .*"),
+    ({"cpu_offload": True}, TypeError, "expected cpu_offload to be torch's CPUOffload or None, as in .* got True"),
     ({"use_orig_params": "no"}, TypeError, "expected use_orig_params to be True or False, got 'no'"),
     ({"segments": None}, TypeError, "expected segments to be True or False, got None"),
     ({"sharding_strategy": "FULL"}, TypeError, "expected a ShardingStrategy, got 'FULL'"),
