@@ -67,18 +67,20 @@ class _Slot:
         if self._fork():
             epochs = _epochs(member)
             epochs.end(member, why)
-            while not epochs.is_done():
-                time.sleep(0.2)
+            epochs.wait_to_join(int(os.environ["WORLD_SIZE"]))  # it does not ask, so this is the job's end
             return 0
         return self._wait()
 
     def _fork(self) -> bool:
         """Whether this is the new process, which ends with its parent."""
+        parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
             for number in _ENDING:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
         return self._child == 0
 
     def _wait(self) -> int:

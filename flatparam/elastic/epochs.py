@@ -22,10 +22,15 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..fsdp.desync.liveness import heartbeat
 from ..fsdp.desync.stores import Store
+from ..fsdp.errors import StateError
 from .process import REPLACED
 
-PATIENCE = 13.0  # seconds for a member to come to a new epoch: a heartbeat of 10 s, and 3 s more
+PATIENCE = 3.0  # seconds beyond the heartbeat for a member to come to a new epoch
+
+
+_SAYING = 2.0  # seconds: a process that asks counts itself first, and then says its name
 
 
 class Epoch(NamedTuple):
@@ -85,7 +90,7 @@ class Epochs:
         while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
             if later := self.after(epoch):
                 return self.meet(later)
-            patience = PATIENCE if epoch.number else math.inf  # processes may start late
+            patience = heartbeat() + PATIENCE if epoch.number else math.inf  # processes may start late
             lost = absent if time.monotonic() - begin > patience else self.ended(absent)
             if lost:
                 return self.meet(self.without(epoch, lost))
@@ -122,25 +127,34 @@ class Epochs:
         A process takes the place of the one before in its slot.
         """
         keys = [f"ask/{i}" for i in range(epoch.asks + 1, asks + 1)]
-        while not self._store.check(keys):  # a process counts itself first, and then says its name
+        end = time.monotonic() + _SAYING
+        while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(0.01)
-        joiners = self._store.values_at(keys)
+        joiners = [name for name in map(self._store.value_at, keys) if name]
         of_slot = {one.split(".")[0]: one for one in [*epoch.members, *joiners]}
         return self._decide(epoch, of_slot.values(), asks, f"{', '.join(joiners)} joined")
 
-    def wait_to_join(self) -> Epoch | None:
-        """Wait until this process is a member, and return its epoch; None: the job has ended."""
-        epoch = self.first(0)
-        while not self.is_done():
+    def wait_to_join(self, slots: int) -> Epoch | None:
+        """Wait until this process is a member, and return its epoch; None: the job has ended.
+
+        Raises: StateError if all members were killed.
+        """
+        epoch = self.first(slots)
+        while not self.wait_for_end(0.05):
             epoch = self.after(epoch) or epoch
             if self.me in epoch.members:
                 return epoch
-            time.sleep(0.05)
+            if len(self.ended(epoch.members)) == len(epoch.members):
+                raise StateError("flatparam.elastic: all ranks were killed: start again from the newest checkpoint")
         return None
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until the job has ended well, at most for ``seconds``. Returns: whether it has."""
+        end = time.monotonic() + seconds
+        while not (is_done := self._store.check(["done"])) and time.monotonic() < end:
+            time.sleep(min(0.05, seconds))
+        return is_done
 
     def finish(self) -> None:
         """Say that the job has ended well."""
         self._store.set("done", "")
-
-    def is_done(self) -> bool:
-        return self._store.check(["done"])

@@ -71,7 +71,7 @@ class Generation:
             add(first, others)
             self.parity = first.clone() if others else first
             self._sums = checksum(self.parity)
-            self._work = None
+            self.drop_work()
             self.is_whole = True
 
     def is_sound(self) -> bool:
@@ -84,7 +84,7 @@ class Generation:
 
     def drop_work(self) -> None:
         """Wait no more for stripes: their ranks are lost."""
-        self._work = None
+        self._work = self._over = None
 
     def stripe_for(self, number: int) -> Tensor:
         """Return the stripe that the rank ``number`` gets: they lie in the order of those ranks."""

@@ -68,7 +68,8 @@ class Plan:
 def is_intact(run: Tensor) -> bool:
     """Whether the checksum of ``run`` fits."""
     sums, end_of_head, end = (int(one) for one in run[:_PREFIX].view(torch.int64))
-    return _PREFIX <= end_of_head <= end <= run.numel() and sums == checksum(run[8:end])
+    is_length = _PREFIX <= end_of_head <= end <= run.numel() and end % 8 == 0
+    return is_length and sums == checksum(run[8:end])
 
 
 def read(run: Tensor, key: Key, number: int) -> Held:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import gc
 import os
@@ -32,7 +31,7 @@ from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import gather_objects, run
 from ..fsdp.desync.events import SetupCollective
-from ..fsdp.desync.stores import Store, all_groups, connect, in_memory
+from ..fsdp.desync.stores import Store, all_groups, connect, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from .epochs import Epoch, Epochs
@@ -42,6 +41,7 @@ from .resizing import check_model, enter, leave
 from .snapshot import Plan, read
 
 _CONNECTING = datetime.timedelta(seconds=10)  # for a new world: all of its members have come
+_NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # to make a world
 _CPU = torch.device("cpu")
 Build = Callable[[], tuple[nn.Module, Any]]
@@ -67,7 +67,7 @@ class Session:
         self.model: Any = None
         self.optimizer: Any = None
         self.extra: Any = None
-        self._first_extra: Any = None  # its state before the first step: the snapshot of ``start`` has none
+        self.is_finished = False
         self.generations: list[Generation] = []
         self._group: Any = None
         self._attempts = 0  # to make a world, since the last one
@@ -93,6 +93,7 @@ class Session:
     def end_world(self) -> None:
         """Destroy the world, without a wait for ranks that are lost."""
         if not dist.is_initialized():
+            forget_names()
             return
         for generation in self.generations:
             generation.drop_work()
@@ -121,15 +122,15 @@ class Session:
         self.build(build)
         self.end_world()
         self.epochs.ask()
-        self.joins = self.epochs.wait_to_join()
+        self.joins = self.epochs.wait_to_join(self.slots)
         if self.joins is None:
             raise SystemExit(0)
         return self.model, self.optimizer
 
     # Commits
 
-    def commit(self, joins: bool = True) -> None:
-        """Take a snapshot of the step that is done, and begin to send its parity. ``joins``: take in new processes.
+    def commit(self) -> None:
+        """Take a snapshot of the step that is done, and begin to send its parity. Take in processes that ask to join.
 
         The parity of the snapshot before is whole on all ranks then. A collective call.
         """
@@ -139,16 +140,18 @@ class Session:
         plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
         told = _gathered(plan.length, self.epochs.asks())
         lengths, asks = zip(*told, strict=True)
-        old = self.generations[0] if len(self.generations) > 1 else None
-        del self.generations[:-1]  # all ranks are here, so the newest is whole on all of them
+        old = None
+        if self._is_committed():  # all ranks are here, so the newest generation is whole on all of them
+            old = self.generations[0] if len(self.generations) > 1 else None
+            del self.generations[:-1]
         ranks = group_of(number, size, self._redundancy)
         longest = max(lengths[one] for one in ranks)
         generation = Generation(self.epoch, self.step, number, ranks, longest, old)
         plan.write(generation.data)
         self.generations.append(generation)
         generation.send(self._group)
-        if joins and min(asks) > self.epoch.asks:
-            generation.complete()
+        if min(asks) > self.epoch.asks:
+            self.meet()
             self.go_to(self.epochs.grown(self.epoch, min(asks)))
 
     def meet(self) -> None:
@@ -197,7 +200,7 @@ class Session:
             except Exception as error:
                 found, epoch = None, self.epoch_after(error)
         if isinstance(found, str):
-            raise CheckpointError(found)
+            raise StateError(found) if found is _NOT_COMMITTED else CheckpointError(found)
         self.has_recovered = True
         if self.epoch.members[0] == self.epochs.me:
             number, ranks = self.epoch.number, len(self.epoch.members)
@@ -209,11 +212,15 @@ class Session:
 
     def _find_state(self) -> _Found | str:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
-        world: Any = dist.group.WORLD
         kept = [
             (one.key, one.epoch.members, one.number, one.is_sound()) for one in self.generations if one.is_readable()
         ]
-        return _choose(gather_objects(SetupCollective.RESIZES, kept, world), self._redundancy)
+        told = gather_objects(SetupCollective.RESIZES, kept, _world())
+        if None in told:  # of a rank in ``start``
+            return _NOT_COMMITTED
+        found = _choose(told, self._redundancy)
+        is_committed = any(step > 0 for theirs in told for (_, step), *_ in theirs)
+        return found if is_committed or not isinstance(found, str) else _NOT_COMMITTED
 
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
@@ -222,17 +229,20 @@ class Session:
         runs |= rebuild(mine, found.lost, found.at.__getitem__)
         here = {number: read(run, found.key, number) for number, run in runs.items()}
         extra = enter(self.model, self.optimizer, here)
-        self.generations = [] if mine is None else [mine]
+        self.generations = [one for one in self.generations if one.key <= found.key]
         self.step = extra["step"]
         torch.set_rng_state(extra["rng"])
-        _set_state(self.extra, self._first_extra if extra["extra"] is None else extra["extra"])
+        _set_state(self.extra, extra["extra"])
 
     # The loop
 
     def begin(self, model: nn.Module, optimizer: Any, extra: Any) -> None:
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
-        self.extra, self._first_extra = extra, copy.deepcopy(_state_of(extra))
+        if self.is_finished:
+            raise StateError("elastic.steps: the training has ended; `until` is the number of all its steps")
+        _state_of(extra)
+        self.extra = extra
         if self.joins is not None:
             self.go_to(self.joins)
             self.joins = None
@@ -244,9 +254,12 @@ class Session:
                 if self.step % self._every == 0 or self.step >= until or not self._is_committed():
                     self.commit()
                 if self.step >= until and not self.has_recovered:
+                    self.is_finished = True
                     self.epochs.finish()
                     return
             except Exception as error:
+                if self.step >= until and self.epochs.wait_for_end(liveness.READING):
+                    return  # another rank has come through: the last step is committed
                 self.recover(error)
             if not self.has_recovered:
                 yield self.step
@@ -263,11 +276,14 @@ class Session:
             generation.complete()
 
 
+def _world() -> Any:
+    return dist.group.WORLD
+
+
 def _gathered(*mine: int) -> list[list[int]]:
     """Return the numbers that each rank gives. A collective call."""
-    world: Any = dist.group.WORLD
-    told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(world.size())]
-    run(dist.all_gather, told, torch.tensor(mine), group=world)
+    told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    run(dist.all_gather, told, torch.tensor(mine), group=_world())
     return [one.tolist() for one in told]
 
 
@@ -341,7 +357,7 @@ def session() -> Session:
 def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
     """Make the world of ``found``, or ask to join the present one, and build the model.
 
-    If a rank is lost before all have committed their first state, the others build the model again.
+    If a rank is lost before the model is built on all, the others build it again.
     """
     _here.session = found
     if not found.epochs.me.endswith(".0"):
@@ -350,18 +366,14 @@ def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
     while True:
         try:
             found.make_world(epoch)
-            if len(found.epoch.members) == 1:
-                raise StateError(
-                    "elastic.start: all other ranks are lost, and no state is committed: start the job again"
-                )
+            others = gather_objects(SetupCollective.RESIZES, None, _world())
+            if len(others) == 1 or any(one is not None for one in others):  # some have trained with the lost rank
+                raise StateError(_NOT_COMMITTED)
             found.build(build)
-            found.commit(joins=False)
-            found.meet()
             return found.model, found.optimizer
         except Exception as error:
             epoch = found.epoch_after(error)
             found.end_world()
-            found.generations.clear()
 
 
 def start(

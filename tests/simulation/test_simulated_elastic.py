@@ -37,6 +37,14 @@ def struck(run):
     return {fault.rank for fault in run.struck}
 
 
+def was_too_early(run):
+    """Whether a rank was lost before the first commit: all others say so."""
+    errors = {error[:2] for rank, error in run.errors.items() if rank not in struck(run)}
+    told = ("StateError", "elastic.start: ranks are lost, and no state is committed yet: start the job again")
+    assert told not in errors or (errors == {told} and not run.results), run.story
+    return told in errors
+
+
 def agrees_with_the_unsharded_module(run, alive):
     """Return the number of ranks of each step."""
     assert run.reason == 0, run.story
@@ -63,12 +71,11 @@ def test_a_killed_rank_changes_no_bit(size):
     for seed in range(25):
         chosen = random.Random(seed)
         run = train(seed, size, [Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))])
-        if any("no state is committed" in text for _, text, _ in run.errors.values()):
-            assert size == 2, run.story
+        if was_too_early(run):
             continue
         sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
         seen += sizes[-1] < size
-    assert seen > 15, "seldom a rank was killed"
+    assert seen > 10, "seldom a rank was killed"
 
 
 @pytest.mark.parametrize("redundancy", ["parity", "buddy"])
@@ -79,6 +86,8 @@ def test_two_killed_ranks_change_no_bit_or_all_are_told(redundancy):
         faults = [Fault("is killed", rank, chosen.randrange(300)) for rank in chosen.sample(range(5), 2)]
         run = train(seed, 5, faults, redundancy)
         errors = {error[:2] for rank, error in run.errors.items() if rank not in struck(run)}
+        if was_too_early(run):
+            continue
         if errors and len(run.struck) == 2:
             assert run.reason == 0, run.story
             ((kind, text),) = errors
@@ -101,6 +110,8 @@ def test_processes_that_join_change_no_bit():
         joins = [(size + i, chosen.uniform(0.0, 0.5)) for i in range(joiners)]
         faults = [Fault("is killed", chosen.randrange(size + joiners), chosen.randrange(POINTS))][: seed % 2]
         run = train(seed, size, faults, joins=joins)
+        if was_too_early(run):
+            continue
         sizes = agrees_with_the_unsharded_module(run, set(range(size + joiners)) - struck(run))
         most, joined = max(most, *sizes), joined + (max(sizes) > size)
     assert most == 6
@@ -112,6 +123,8 @@ def test_a_stopped_rank_is_replaced():
     for seed in range(20):
         chosen = random.Random(seed)
         run = train(seed, 3, [Fault("is stopped", chosen.randrange(3), chosen.randrange(POINTS), 3 * HEARTBEAT)])
+        if was_too_early(run):
+            continue
         if not run.struck or not run.errors:
             agrees_with_the_unsharded_module(run, {0, 1, 2})
             continue

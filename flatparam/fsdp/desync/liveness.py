@@ -214,7 +214,7 @@ def _appeared() -> HealthBoard | None:
 
 
 def _made(world: dist.ProcessGroup) -> HealthBoard | None:
-    beat = _heartbeat()
+    beat = heartbeat()
     try:
         store_of_world().value_at("flatparam")  # fails at once if the store is gone; a new connection tries for minutes
         with reaching():
@@ -315,7 +315,8 @@ def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
             time.sleep(0.02)
 
 
-def _heartbeat() -> float:
+def heartbeat() -> float:
+    """Return the seconds without a sign of life after which a process counts as stopped; 0: never."""
     text = os.environ.get("FLATPARAM_HEARTBEAT", "10")
     try:
         seconds = float(text)

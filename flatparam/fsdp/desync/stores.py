@@ -110,6 +110,11 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def forget_names() -> None:
+    """Let torch count the groups of a rank without a world anew: it counts a world that it could not make, too."""
+    dist.distributed_c10d._world.group_count = 0
+
+
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.WeakKeyDictionary()
 
 
