@@ -3,10 +3,14 @@
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.fsdp.desync import checked_collectives
+from flatparam.fsdp.desync.events import SetupCollective
+from flatparam.fsdp.desync.liveness import board
 
 from .faults import UserError, user_code
 
@@ -106,6 +110,24 @@ def train_and_catch(rank, strategy="FULL_SHARD", hooks=False):
             skipped.append(step)
         optimizer.zero_grad()
     return list(net.state_dict().values()), skipped
+
+
+def begin_what_fails(rank, call):
+    """Begin a collective that torch refuses at once, as the connection to rank 1, which is killed, is broken."""
+    from . import ranks
+
+    board().enter()
+    if rank == 1:
+        ranks.kill(rank)
+    time.sleep(1.0)
+
+    def refused(*args, **options):
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    if call == "exchange":
+        checked_collectives.exchange(SetupCollective.BUILDS, refused, torch.ones(1), group=dist.group.WORLD)
+    else:
+        checked_collectives.run(refused, torch.ones(1), group=dist.group.WORLD)
 
 
 def unsharded(size, skipped=()):

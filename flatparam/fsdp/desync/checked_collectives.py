@@ -202,11 +202,12 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
 
     Ranks wait for each other inside torch's call with TORCH_DISTRIBUTED_DEBUG=DETAIL, and in the first collective of
     NCCL over a group. Ctrl-C cannot end that wait, so in these cases the ranks meet in the store first.
-    Raises: OrderError if another rank cannot come to that meeting.
+    Raises: OrderError if another rank cannot come to that meeting, or if torch refuses to begin and one is the reason.
     """
     come_back()
     _connect(group, tensors[-1].device)
-    return collective(*tensors, group=group, async_op=True, **options)
+    with _explaining(group, look_of(group)):
+        return collective(*tensors, group=group, async_op=True, **options)
 
 
 def run(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> None:
@@ -237,7 +238,8 @@ def exchange(
     _connect(group, device)
     for trace in traces:
         trace.core.launch()
-    work = collective(*tensors, group=group, async_op=True, **options)
+    with _explaining(group, look_of(group, traces=traces)):
+        work = collective(*tensors, group=group, async_op=True, **options)
     for trace in traces:
         trace.core.begin()
     wait(work, group, device, is_read=True, traces=traces)
@@ -341,26 +343,37 @@ def wait(
     """
     if work is None:
         return
-    begin, sliced = time.monotonic(), is_sliced(group, device)
+    sliced = is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
     look = look_of(group, by_device, traces)
+    with _explaining(group, look):
+        try:
+            if is_reduce_scatter and sliced and device.type == "cpu":
+                wait_in_thread(work, look)
+            elif by_device:
+                wait_for_device(work, look)
+                if trace is not None:
+                    trace.raise_if_closed()  # the watching thread has aborted the collective: it has no result
+            else:
+                wait_in_slices(work, sliced, look)
+        except OrderError:
+            if by_device:
+                if trace is not None:
+                    trace.core.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
+                    trace.note_told()
+                group._get_backend(device).abort()
+            raise
+
+
+@contextlib.contextmanager
+def _explaining(group: dist.ProcessGroup, look: Callable[..., None]) -> Iterator[None]:
+    """A block with a collective over ``group``: raise why another rank does not come, in place of torch's error."""
+    begin = time.monotonic()
     try:
-        if is_reduce_scatter and sliced and device.type == "cpu":
-            wait_in_thread(work, look)
-        elif by_device:
-            wait_for_device(work, look)
-            if trace is not None:
-                trace.raise_if_closed()  # the watching thread has aborted the collective: it has no result
-        else:
-            wait_in_slices(work, sliced, look)
+        yield
     except OrderError:
-        if by_device:
-            if trace is not None:
-                trace.core.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
-                trace.note_told()
-            group._get_backend(device).abort()
         raise
     except RuntimeError as error:
         try:
