@@ -330,11 +330,25 @@ Board::miss_processes()
         appeared_ = appeared;
     }
     for (const auto &[rank, place] : places_) {
-        if (!has_said(rank) && began(place.process) != place.began) {
+        if (!has_said(rank) && place.has_ended()) {
             say(rank, gone(rank, "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
                                      ") has ended without a word: killed, or done"));
         }
     }
+}
+
+bool
+Board::Place::has_ended() const
+{
+    return fp::began(process) != began;
+}
+
+int
+Board::ended()
+{
+    const std::lock_guard held(lock_);
+    miss_processes();
+    return static_cast<int>(std::ranges::count_if(places_, [](const auto &each) { return each.second.has_ended(); }));
 }
 
 // The reason for a rank whose process has ended: the rank has finished, if its place has " finished"; else `why`.
@@ -595,6 +609,12 @@ fp_board_look(fp_board *board, double waited, int processes)
 {
     return fp::guarded(-1,
                        [&] { return fp::unlocked([&] { return board->board.look(waited, processes != 0); }) ? 1 : 0; });
+}
+
+int
+fp_board_ended(fp_board *board)
+{
+    return fp::guarded(-1, [&] { return fp::unlocked([&] { return board->board.ended(); }); });
 }
 
 int

@@ -67,6 +67,9 @@ int fp_board_number(fp_board *board, const char *key, int64_t *number);
  * 1: all posts were read; 0: a post was announced and its text is not in the store yet; -1. */
 int fp_board_look(fp_board *board, double waited, int processes);
 
+/* How many ranks of this machine have a process that has ended; -1. */
+int fp_board_ended(fp_board *board);
+
 /* Call all ranks at once, without a wait: for a rank whose collective has failed. Returns the number of the call, from 1; 0: no
  * rank answers calls; -1. */
 int fp_board_call(fp_board *board);

@@ -50,6 +50,7 @@ class Board {
     int64_t post(const std::string &text);
     int64_t number(const std::string &key);
     bool look(double waited, bool processes);
+    int ended();
     int call(); // the number of the call, from 1; 0: no rank answers calls
     void miss_silent(int call);
     std::map<int, std::string> said();    // from ranks to reasons
@@ -60,6 +61,8 @@ class Board {
     struct Place {
         long process;
         long long began; // ticks from the machine's start to the start of the process
+
+        bool has_ended() const;
     };
 
     int64_t number_at(c10d::Store &store, const std::string &key);

@@ -99,6 +99,13 @@ board_look(board_object *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+board_ended(board_object *self, PyObject *ignored)
+{
+    const int count = fp_board_ended(self->board);
+    return count < 0 ? NULL : PyLong_FromLong(count);
+}
+
+static PyObject *
 board_call(board_object *self, PyObject *ignored)
 {
     const int call = fp_board_call(self->board);
@@ -183,6 +190,8 @@ static PyMethodDef board_methods[] = {
      "Return whether all posts that were announced could be read.\n\n"
      "waited: seconds for which this rank has waited for others. After a while it calls all ranks. "
      "processes: look for ended processes of this machine, too."},
+    {"ended", FP_METHOD(board_ended), METH_NOARGS,
+     "ended($self, /)\n--\n\nReturn how many ranks of this machine have a process that has ended."},
     {"call", FP_METHOD(board_call), METH_NOARGS,
      "call($self, /)\n--\n\nCall all ranks, and do not wait for answers. "
      "Return the number of the call, from 1; 0: no rank answers calls."},

@@ -36,6 +36,11 @@ def train_and_save(rank, folder, strategy="FULL_SHARD", in_background=False):
     return found
 
 
+def save_at_once(rank, folder):
+    """Save before any unit is built: a rank that is lost before that has shown no sign of life to the others."""
+    checkpoint.save(Path(folder, NAME), model())
+
+
 def steps_on_disk(folder, size):
     """Return after how many steps the checkpoint in ``folder`` was saved; 0: there is none.
 

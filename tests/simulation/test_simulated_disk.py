@@ -6,6 +6,8 @@ Promises:
 - wherever a rank is killed while it changes the disk, the checkpoint is the one before or the new one, whole, all
   others are told alike and in time, and the next job saves over it:
   `test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one`
+- nobody waits for ever for a rank of another machine that is lost before it has answered a call:
+  `test_a_save_does_not_wait_for_ever_for_a_rank_that_never_answered`
 """
 
 import random
@@ -13,10 +15,10 @@ import random
 import pytest
 
 from tests.simulation import checkers
-from tests.simulation.faults import draw
+from tests.simulation.faults import Fault, draw
 from tests.simulation.faulty_programs import STEPS, STRATEGIES
 from tests.simulation.process import simulated
-from tests.simulation.saving_programs import leftovers, steps_on_disk, train_and_save
+from tests.simulation.saving_programs import leftovers, save_at_once, steps_on_disk, train_and_save
 
 POINTS = (0, 0, 120)  # of the disk; the first rank has 164, others have 96
 
@@ -69,3 +71,15 @@ def test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, in_back
         assert steps_on_disk(folder, size) == STEPS
         assert not leftovers(folder), leftovers(folder)
     assert struck > 5
+
+
+def test_a_save_does_not_wait_for_ever_for_a_rank_that_never_answered(tmp_path):
+    seen = 0
+    for seed in range(12):
+        fault = Fault("is killed", 1, 0)
+        run = simulated(save_at_once, 3, seed, str(tmp_path), faults=[fault], machines=True)
+        checkers.nobody_waits_for_ever(run)
+        assert len({error[:2] for error in run.errors.values()}) == 1, run.story
+        assert set(run.errors) == {0, 2}, run.story
+        seen += "ranks [1] have not come" in run.errors[0][1]
+    assert seen > 1

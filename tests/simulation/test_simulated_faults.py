@@ -9,6 +9,11 @@ Promises:
   `test_two_faults_in_one_run_are_told_alike_and_in_time`, `test_two_ranks_that_are_lost_at_one_moment_give_one_text`
 - the same holds where ranks are on other machines and have just begun:
   `test_ranks_of_other_machines_are_told_alike_and_in_time`
+- the others are told the error of a rank that is interrupted before its first unit, too:
+  `test_who_is_interrupted_at_once_tells_the_others`
+- who is told ends at once: it does not wait for the reading of ranks that have ended on its machine:
+  `test_nobody_waits_until_a_lost_rank_has_read`
+- nor where torch refuses to begin a collective of a setup: `test_a_collective_that_cannot_begin_is_explained`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -18,6 +23,7 @@ Promises:
 """
 
 import random
+import re
 
 import pytest
 import torch
@@ -61,6 +67,35 @@ def test_ranks_of_other_machines_are_told_alike_and_in_time(kind):
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
+
+
+def test_who_is_interrupted_at_once_tells_the_others():
+    for point in range(4):
+        for seed in range(3):
+            run = simulated(faulty_programs.train, 3, seed, faults=[Fault("is interrupted", 1, point)])
+            assert set(checkers.told(run)) == {0, 2}, run.story
+            for _, text, _ in checkers.told(run).values():
+                assert re.match("rank 1 has raised an error of its own .* KeyboardInterrupt", text), run.story
+
+
+@pytest.mark.parametrize("kind", ["is killed", "raises in user code", "has fewer batches"])
+def test_nobody_waits_until_a_lost_rank_has_read(kind):
+    seen = 0
+    for run, _ in runs(kind, range(20)):
+        for rank in checkers.told(run):
+            seen += 1
+            assert run.ended[rank] - run.raised[rank] < 0.5, run.story
+    assert seen > 10
+
+
+@pytest.mark.parametrize("call", ["exchange", "run"])
+def test_a_collective_that_cannot_begin_is_explained(call):
+    run = simulated(faulty_programs.begin_what_fails, 3, 0, call)
+    assert set(run.errors) == {0, 2}, run.story
+    for kind, text, _ in run.errors.values():
+        assert kind == "OrderError", run.story
+        assert text.startswith("the process of rank 1 "), run.story
+        assert "gloo" not in text, run.story
 
 
 @pytest.mark.parametrize("kind", kinds_of(USER))

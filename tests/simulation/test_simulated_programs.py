@@ -5,6 +5,8 @@ Promises:
   computes anything else: `test_random_programs_train_as_the_unsharded_module`
 - random models, settings, accumulation, exceptions that all ranks catch, saves and loads into other strategies and
   numbers of ranks: `test_random_programs_train_as_the_unsharded_module`
+- ranks that hear in one group of a stopped rank do not wait for its reading in another:
+  `test_what_programs_have_found`
 - a parameter without elements, which has no optimizer state, hinders no load into flat parameters:
   `test_what_programs_have_found`
 """
@@ -16,7 +18,18 @@ from tests.simulation import process, reference, shrinking, training
 from tests.simulation.programs import draw, is_valid
 
 SEEDS = 30
+LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
 FOUND = {  # programs that failed once, made small
+    "ranks that hear of a stopped rank in a group without it, and wait until it has read": {
+        "seed": 2323,
+        "width": 1,
+        "tied": False,
+        "layers": [LAYER, LAYER | {"name": "l1"}, LAYER | {"name": "l2"}],
+        "phases": [
+            {"size": 4, "strategy": "LAYER_ZERO", "inner": 2, "optimizer": "SGD", "ops": [["backward", 31, True]]},
+        ],
+        "faults": [{"kind": "is stopped", "rank": 0, "point": 38, "seconds": 15.0}],
+    },
     "full optimizer state of a parameter without elements, loaded into a flat parameter": {
         "seed": 143,
         "width": 1,
@@ -30,7 +43,6 @@ FOUND = {  # programs that failed once, made small
         ],
     },
 }
-LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
 STEPS = [op for key in range(3) for op in (["backward", key, True], ["step"])]
 STRUCK = {
     "seed": 1,

@@ -42,7 +42,7 @@ from ...common.patches import FOR_GOOD, Lifetime, note
 from ...common.torch_private import torch_flat_param
 from ..errors import OrderError, StoreGoneError
 from ..names import printable
-from .stores import Store, reaching, store_of, store_of_world
+from .stores import STORE_ERRORS, Store, reaching, store_of, store_of_world
 
 READING = 2.0  # seconds that a rank stays, so that the others can read its post
 _ANSWERING = 1.6  # seconds in which a live process answers a call
@@ -89,13 +89,19 @@ class HealthBoard:
 
     @reaching()
     def report(self, text: str) -> None:
-        """Post why this rank ends, and wait until the others have read it, at most ``READING`` seconds."""
+        """Post why this rank ends, and wait until the others that live have read it, at most ``READING`` seconds."""
         text = printable(text).replace("\0", "\\0")
         number = self.native.post(text)
         if self.native.number("members") == 0 and torch_flat_param.FlatParamHandle.__module__.startswith("flatparam."):
             return  # these ranks use torch's runtime with the drop-in, where nobody reads
         readers = f"readers of {number}"
-        wait_until(lambda: self.native.look(0.0, False) and self.native.number(readers) >= self._size - 1)
+
+        def is_read() -> bool:
+            # An ended rank counts, too, if it has read: those that read end after the others have read their posts
+            others = self._size - 1 - self.native.ended()
+            return self.native.look(0.0, False) and self.native.number(readers) >= others
+
+        wait_until(is_read)
 
     @reaching()
     def finish(self) -> None:
@@ -130,14 +136,19 @@ class HealthBoard:
                 self.native.miss_silent(call)
             found = self._of(ranks)
             time.sleep(0.02)
+        return self.absent(ranks) if found is None else found
+
+    @reaching()
+    def absent(self, ranks: Iterable[int]) -> str | None:
+        """Return which of ``ranks`` have shown no sign of life in this world; None: all have."""
         entered = self.native.entered()
-        absent = [rank for rank in ranks if rank not in entered]
-        if found is None and absent:
-            return f"ranks {absent} have not come to their first unit, and may have ended before"
-        return found
+        found = [rank for rank in ranks if rank not in entered]
+        return f"ranks {found} have not come to their first unit, and may have ended before" if found else None
 
     def count_dead(self, ranks: Iterable[int]) -> int:
-        """Return how many of ``ranks`` are known to have ended."""
+        """Return how many of ``ranks`` are known to have ended, or to be stopped."""
+        with contextlib.suppress(*STORE_ERRORS):
+            self.native.look(0.0, False)  # the caller may have heard of an end in a group without that rank
         said = self.native.said()
         return sum(rank in said for rank in ranks)
 
@@ -161,6 +172,7 @@ class HealthBoard:
 
 _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, HealthBoard | None]" = weakref.WeakKeyDictionary()
 _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+_counting: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()  # perhaps not in the store
 
 
 def _clock() -> float:
@@ -245,7 +257,11 @@ def generation_of_world() -> str:
 
 def _generation_of(world: dist.ProcessGroup, store: Store) -> str:
     if world not in _lives:
-        _lives[world] = str(store.add(f"flatparam/worlds of {world.rank()}", 1))
+        key = f"flatparam/worlds of {world.rank()}"
+        # The next call sets the same number if Ctrl-C ends this one
+        number = _counting.setdefault(world, str(int(store.value_at(key) or 0) + 1))
+        store.set(key, number)
+        _lives[world] = number
     return _lives[world]
 
 
@@ -261,14 +277,18 @@ def wait_for_keys(
 
     ``takes_long``: wait beyond the time-out, as long as the ranks answer calls; ``look``: called meanwhile, with the
     seconds so far; raises if it finds that a rank does not come.
-    Raises: OrderError if one of the ranks has ended before it set its key.
+    Raises: OrderError if one of the ranks has ended before it set its key, or has not begun at the time-out.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     key_of = dict(zip(ranks, keys, strict=True))
     patience = store.time_out.total_seconds()
-    if takes_long and ours is not None and ours.beat > 0:
-        patience = math.inf
-    while not store.check(keys) and waited < patience:
+    while not store.check(keys):
+        if waited >= patience:
+            if not takes_long or ours is None or ours.beat == 0:
+                break
+            if absent := ours.absent(rank for rank, key in key_of.items() if not store.check([key])):
+                raise OrderError(absent)
+            patience *= 2
         if ours is not None and waited > 0.2:
             found = ours.find_dead(ranks, waited, lambda rank: not store.check([key_of[rank]]))
             if found is not None:
