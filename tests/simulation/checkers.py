@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from .faults import HEARTBEAT
+from .faults import HEARTBEAT, Fault
 
 # Seconds from a fault until each rank that needs the struck one has raised: docs/ranks.md. A waiting rank looks once a
-# second, and stays until the others have read its reason, 2 s at most; so it does again if one of these is lost, too
+# second, and stays until the others have read its reason, 2 s at most
 READING = 2.0
 AT_ONCE = 1.0 + READING
 STOPPED = 1.2 * HEARTBEAT + AT_ONCE  # it calls the others after 0.2 of the heartbeat
@@ -24,6 +24,11 @@ PROMISED = {
 PASSED_ON = re.compile(r"checkpoint\.(?:save|load): (?:rank \d+: )?(OrderError|StoreGoneError): (.*)", re.DOTALL)
 
 NAMED = r"\brank {0}\b|\branks \[[^]]*\b{0}\b"
+
+
+def again(fault: Fault) -> float:
+    """Return the seconds by which ``fault`` delays what is told of another: its rank should read, or call for all."""
+    return READING + (HEARTBEAT if fault.kind == "is stopped" else 0.0)
 
 
 def told(run: Any) -> dict[int, tuple[str, str, str]]:
@@ -61,7 +66,7 @@ def all_are_told_in_time(run: Any, gone: float = AT_ONCE) -> None:
     for fault, struck in run.struck.items():
         if fault.kind != "is late":
             begins = run.raised.get(fault.rank, struck) if fault.kind == "is out of memory" else struck
-            others = READING * (len(run.struck) - 1)
+            others = sum(again(other) for other in run.struck if other != fault)
             promised = PROMISED.get(fault.kind, gone)
             last.append((struck, max(begins, *late, 0.0) + promised + others))
     for rank in told(run):

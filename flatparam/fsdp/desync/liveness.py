@@ -42,7 +42,7 @@ from ...common.patches import FOR_GOOD, Lifetime, note
 from ...common.torch_private import torch_flat_param
 from ..errors import OrderError, StoreGoneError
 from ..names import printable
-from .stores import STORE_ERRORS, Store, reaching, store_of, store_of_world
+from .stores import Store, reaching, store_of, store_of_world
 
 READING = 2.0  # seconds that a rank stays, so that the others can read its post
 _ANSWERING = 1.6  # seconds in which a live process answers a call
@@ -145,10 +145,10 @@ class HealthBoard:
         found = [rank for rank in ranks if rank not in entered]
         return f"ranks {found} have not come to their first unit, and may have ended before" if found else None
 
+    @reaching()
     def count_dead(self, ranks: Iterable[int]) -> int:
         """Return how many of ``ranks`` are known to have ended, or to be stopped."""
-        with contextlib.suppress(*STORE_ERRORS):
-            self.native.look(0.0, False)  # the caller may have heard of an end in a group without that rank
+        self.native.look(0.0, False)  # the caller may have heard of an end in a group without that rank
         said = self.native.said()
         return sum(rank in said for rank in ranks)
 

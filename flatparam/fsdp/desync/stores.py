@@ -18,7 +18,7 @@ from ..errors import StoreGoneError, without_store
 
 WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes
 _NOTHING = "-"
-STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
+_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def reaching() -> Iterator[None]:
     """Turn torch's store errors in a block or a function into StoreGoneError."""
     try:
         yield
-    except STORE_ERRORS as error:
+    except _ERRORS as error:
         raise StoreGoneError(without_store(error)) from error
 
 

@@ -632,9 +632,10 @@ class GroupTrace:
         with self._closing:
             if self._reason:
                 return
-            absent = max(absent, self._board.count_dead(self._ranks) if self._board is not None else 0)
             readers = len(self._ranks) - absent
             with contextlib.suppress(StoreGoneError):
+                if self._board is not None:
+                    readers = min(readers, len(self._ranks) - self._board.count_dead(self._ranks))
                 said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
                 reason, readers = json.loads(said)
                 self._store.add("readers", 1)
