@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam.fsdp import OrderError
-from flatparam.fsdp.desync.liveness import _heartbeat
+from flatparam.fsdp.desync.liveness import heartbeat
 
 pytestmark = pytest.mark.multiprocess
 
@@ -218,7 +218,7 @@ def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch):
         with pytest.raises(
             ValueError, match=f"expected FLATPARAM_HEARTBEAT to be seconds, or 0 for none, got '{text}'"
         ):
-            _heartbeat()
+            heartbeat()
 
 
 def raise_once(model):
