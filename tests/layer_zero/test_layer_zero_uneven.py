@@ -291,6 +291,7 @@ def counted_anew():
         dist.barrier()
         placement._exchanged.clear()
         liveness._lives.clear()
+        liveness._counting.clear()
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
 
