@@ -56,21 +56,22 @@ def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: S
         state[param] = mine | {key: value for key, value in state[param].items() if key not in mine}
 
 
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Set the default of ``fused`` in groups that were loaded from an optimizer which left it open."""
-    for group in optimizer.param_groups:
-        group["fused"] = True if group["fused"] is None else group["fused"]
-
-
-class Adam(torch.optim.Adam):
-    """torch.optim.Adam, whose step takes pieces that lie side by side as one."""
+class _Fused(torch.optim.Optimizer):
+    """Before a class of torch's among the bases: ``fused=True`` is the default."""
 
     def __init__(self, *args: Any, fused: bool = True, **settings: Any):
-        super().__init__(*args, fused=fused, **settings)
+        init: Any = super().__init__
+        init(*args, fused=fused, **settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _fuse(self)
+        """Set the default in groups that come from an optimizer which left ``fused`` open, too."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["fused"] = True if group["fused"] is None else group["fused"]
+
+
+class Adam(_Fused, torch.optim.Adam):
+    """torch.optim.Adam, whose step takes pieces that lie side by side as one."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill ``lists`` with the tensors that torch's step gives to its kernel."""
@@ -89,15 +90,8 @@ class AdamW(Adam, torch.optim.AdamW):
     """torch.optim.AdamW, whose step takes pieces that lie side by side as one."""
 
 
-class SGD(torch.optim.SGD):
+class SGD(_Fused, torch.optim.SGD):
     """torch.optim.SGD, whose step takes pieces that lie side by side as one."""
-
-    def __init__(self, *args: Any, fused: bool = True, **settings: Any):
-        super().__init__(*args, fused=fused, **settings)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _fuse(self)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Step runs here: torch's step would keep their momentum as states of the runs. It finds nothing to do."""

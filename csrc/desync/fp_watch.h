@@ -48,9 +48,9 @@ int fp_watch_around(const char *group, const char *device, PyObject *wait);
  * tells no time-out. -1 with an exception: torch has no such device. */
 double fp_time_out(const char *group, const char *device);
 
-/* Let a new thread have the last reference to group, which waits without the GIL until nobody else has one: the destructor of
- * a gloo group waits for its collectives, and a rank that is stopped ends none. The thread ends with the process. Call it
- * before the group is destroyed. Does nothing if torch has no such group. -1 with an exception: no thread can be started. */
+/* Start a thread that destroys group, without the GIL, as soon as it has the only reference. The destructor of a gloo group
+ * waits until the group's collectives have ended, and a collective with a stopped rank does not end: in the caller's thread
+ * that wait would hold the GIL. The thread ends with the process. Call this before torch's destroy_process_group(). Does nothing if torch has no such group. -1 with an exception: no thread can be started. */
 int fp_let_go(const char *group);
 
 /* Block the host until the current stream of device ("cuda:1") has done all that was queued. Ctrl-C ends the wait: -1 with

@@ -28,8 +28,6 @@ from ..fsdp.errors import StateError
 from .process import REPLACED
 
 PATIENCE = 3.0  # seconds beyond the heartbeat for a member to come to a new epoch
-
-
 _SAYING = 2.0  # seconds: a process that asks counts itself first, and then says its name
 
 

@@ -21,7 +21,6 @@ from .snapshot import Key, checksum, is_intact
 
 MOST = {"parity": 4, "buddy": 2}  # ranks of a group
 _WORD = 8
-_CPU = torch.device("cpu")
 
 
 def group_of(rank: int, size: int, redundancy: str) -> list[int]:
@@ -66,7 +65,7 @@ class Generation:
     def complete(self) -> None:
         """Wait for the other ranks' stripes, and compute the parity. Raises: OrderError if a rank is lost."""
         if self._work is not None:
-            wait(self._work, self._over, _CPU)
+            wait(self._work, self._over, self.data.device)
             first, *others = self._got.split(self.stripe)
             add(first, others)
             self.parity = first.clone() if others else first
@@ -111,22 +110,19 @@ def rebuild(mine: Generation | None, lost: dict[int, list[int]], at: Callable[[i
     Args: ``mine``: this rank's part of that step, or None; ``lost``: number of a lost rank -> its group; ``at``: the
     rank in the world of a number. Returns: the runs that are rebuilt here, by number: on the first rank of the group.
     """
-    for_me = [number for number, ranks in lost.items() if mine is not None and mine.number in ranks]  # one at most
-    stripes: dict[int, Tensor] = {}
-    pieces: dict[int, Tensor] = {}
-    here: list[int] = []  # numbers of the ranks whose pieces come to this one
-    for number in for_me:
-        assert mine is not None
-        others = [one for one in mine.ranks if one not in (number, mine.number)]
-        stripes = {at(one): mine.stripe_for(one) for one in others}
-    got = _exchanged(stripes, {rank: stripe.numel() for rank, stripe in stripes.items()})
-    for number in for_me:
-        assert mine is not None
-        survivors = [one for one in mine.ranks if one != number]
-        pieces = {at(survivors[0]): add(mine.parity.clone(), got)}
-        here = survivors if mine.number == survivors[0] else []
-    got = _exchanged(pieces, {at(one): mine.stripe for one in here if mine is not None})
-    return {number: torch.cat(got) for number in for_me if here}
+    number = next((one for one, ranks in lost.items() if mine is not None and mine.number in ranks), None)
+    if mine is None or number is None:  # no rank of this group is lost: take part in the others' collectives
+        _exchanged({}, {})
+        _exchanged({}, {})
+        return {}
+    survivors = [one for one in mine.ranks if one != number]
+    stripes = {at(one): mine.stripe_for(one) for one in survivors if one != mine.number}
+    others = _exchanged(stripes, dict.fromkeys(stripes, mine.stripe))
+    builds = mine.number == survivors[0]
+    piece = add(mine.parity.clone(), others)
+    sizes = {at(one): mine.stripe for one in survivors} if builds else {}
+    pieces = _exchanged({at(survivors[0]): piece}, sizes)
+    return {number: torch.cat(pieces)} if builds else {}
 
 
 def _exchanged(out: dict[int, Tensor], sizes: dict[int, int]) -> list[Tensor]:

@@ -38,12 +38,11 @@ from .epochs import Epoch, Epochs
 from .parity import MOST, Generation, group_of, rebuild
 from .process import MEMBER
 from .resizing import check_model, enter, leave
-from .snapshot import Plan, read
+from .snapshot import Key, Plan, read
 
 _CONNECTING = datetime.timedelta(seconds=10)  # for a new world: all of its members have come
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # to make a world
-_CPU = torch.device("cpu")
 Build = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -67,7 +66,6 @@ class Session:
         self.model: Any = None
         self.optimizer: Any = None
         self.extra: Any = None
-        self.is_finished = False
         self.generations: list[Generation] = []
         self._group: Any = None
         self._attempts = 0  # to make a world, since the last one
@@ -101,7 +99,7 @@ class Session:
             leave(self.model)
         for group in all_groups():
             if dist.get_backend(group) != "fake":
-                group._get_backend(_CPU).abort()
+                group._get_backend(torch.device("cpu")).abort()
                 _C.let_go(group.group_name)
         self._group = None
         dist.destroy_process_group()
@@ -224,7 +222,8 @@ class Session:
 
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
-        mine = next((one for one in self.generations if one.key == found.key and one.is_readable()), None)
+        me = dist.get_rank()
+        mine = next((one for one in self.generations if one.key == found.key and found.at.get(one.number) == me), None)
         runs = {} if mine is None else {mine.number: mine.data}
         runs |= rebuild(mine, found.lost, found.at.__getitem__)
         here = {number: read(run, found.key, number) for number, run in runs.items()}
@@ -239,7 +238,7 @@ class Session:
     def begin(self, model: nn.Module, optimizer: Any, extra: Any) -> None:
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
-        if self.is_finished:
+        if self.epochs.wait_for_end(0.0):
             raise StateError("elastic.steps: the training has ended; `until` is the number of all its steps")
         _state_of(extra)
         self.extra = extra
@@ -254,7 +253,6 @@ class Session:
                 if self.step % self._every == 0 or self.step >= until or not self._is_committed():
                     self.commit()
                 if self.step >= until and not self.has_recovered:
-                    self.is_finished = True
                     self.epochs.finish()
                     return
             except Exception as error:
@@ -290,16 +288,16 @@ def _gathered(*mine: int) -> list[list[int]]:
 class _Found(NamedTuple):
     """The newest state that ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``."""
 
-    key: tuple[int, int]
+    key: Key
     at: dict[int, int]
     lost: dict[int, list[int]]
 
 
 def _choose(told: list[list[Any]], redundancy: str) -> _Found | str:
     """Return what can be rebuilt from the generations that the ranks told; or why nothing can."""
-    at: dict[tuple[int, int], dict[int, int]] = {}
-    sound: set[tuple[tuple[int, int], int]] = set()
-    members: dict[tuple[int, int], list[str]] = {}
+    at: dict[Key, dict[int, int]] = {}
+    sound: set[tuple[Key, int]] = set()
+    members: dict[Key, list[str]] = {}
     for rank, kept in enumerate(told):
         for key, names, number, is_sound in kept:
             at.setdefault(key, {})[number] = rank

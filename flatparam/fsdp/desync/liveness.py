@@ -141,8 +141,7 @@ class HealthBoard:
     @reaching()
     def absent(self, ranks: Iterable[int]) -> str | None:
         """Return which of ``ranks`` have shown no sign of life in this world; None: all have."""
-        entered = self.native.entered()
-        found = [rank for rank in ranks if rank not in entered]
+        found = self._not_entered(ranks)
         return f"ranks {found} have not come to their first unit, and may have ended before" if found else None
 
     @reaching()
@@ -159,10 +158,15 @@ class HealthBoard:
         ``waited``: seconds since a collective has failed. After ``READING`` a rank counts that has never appeared.
         """
         self.native.look(0.0, True)
-        said, entered = self.native.said(), self.native.entered()
-        lost = [rank for rank in said if not any(words in said[rank] for words in _ENDS_OF_ITS_OWN)]
-        absent = [rank for rank in range(self._size) if waited > READING and rank not in entered]
+        lost = [rank for rank, text in self.native.said().items() if not any(map(text.__contains__, _ENDS_OF_ITS_OWN))]
+        ranks = list(ranks)
+        absent = self._not_entered(ranks) if waited > READING else []
         return [rank for rank in ranks if rank in lost or rank in absent]
+
+    @reaching()
+    def _not_entered(self, ranks: Iterable[int]) -> list[int]:
+        entered = self.native.entered()
+        return [rank for rank in ranks if rank not in entered]
 
     def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] | None = None) -> str | None:
         said = self.native.said()

@@ -488,19 +488,21 @@ def groups_over(strategy: ShardingStrategy, ranks: Sequence[int], inner: int) ->
     rows = tuple(wide[i : i + inner] for i in range(0, len(wide), inner)) if is_grid(strategy) else ()
     cuts = {"inner": rows, "outer": tuple(zip(*rows, strict=True)), "wide": (wide,)}
     _cuts.setdefault(dist.group.WORLD, {}).update({(row, wide): rows for row in rows})
-    made = {name: [(each, _group_of(each)) for each in cut] for name, cut in cuts.items()}
+    world: Any = dist.group.WORLD
+    backends, all_ranks = dist.get_backend_config(world), _ranks(world)
+    made = {
+        name: [(each, world if each == all_ranks else _made_once(each, backends)) for each in cut]
+        for name, cut in cuts.items()
+    }
     me = dist.get_rank()
     return {name: group for name, groups in made.items() for each, group in groups if me in each}
 
 
-def _group_of(ranks: tuple[int, ...]) -> Any:
-    """Return the group of ``ranks``: the world itself, or one that is made once. All ranks of the world call this."""
-    world: Any = dist.group.WORLD
-    if ranks == _ranks(world):
-        return world
-    known, key = _made.setdefault(world, {}), (dist.get_backend_config(world), ranks)
+def _made_once(ranks: tuple[int, ...], backends: str) -> Any:
+    """Return the group of ``ranks`` with ``backends``, made in the first call. All ranks of the world call this."""
+    known, key = _made.setdefault(dist.group.WORLD, {}), (backends, ranks)
     if key not in known:
-        known[key] = dist.new_group(list(ranks))
+        known[key] = dist.new_group(list(ranks), backend=backends)
     return known[key]
 
 
@@ -522,16 +524,16 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
             )
         return given
     backends = dist.get_backend_config(wide)
-    known = _made.setdefault(dist.group.WORLD, {})
-    if (backends, mine) not in known:
+    if (backends, mine) not in _made.get(dist.group.WORLD, {}):
         if _ranks(wide) != _ranks(dist.group.WORLD):
             raise ValueError(
                 f"the zero1 group {list(_ranks(wide))} is not the world, so the outer groups cannot be made here: pass "
                 f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
                 "device_mesh (outer, inner)"
             )
-        known.update(((backends, column), dist.new_group(list(column), backend=backends)) for column in columns)
-    return known[backends, mine]
+        for column in columns:
+            _made_once(column, backends)
+    return _made_once(mine, backends)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
