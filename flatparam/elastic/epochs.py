@@ -88,7 +88,7 @@ class Epochs:
         while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
             if later := self.after(epoch):
                 return self.meet(later)
-            patience = heartbeat() + PATIENCE if epoch.number else math.inf  # processes may start late
+            patience = (heartbeat() or math.inf) + PATIENCE if epoch.number else math.inf  # processes may start late
             lost = absent if time.monotonic() - begin > patience else self.ended(absent)
             if lost:
                 return self.meet(self.without(epoch, lost))

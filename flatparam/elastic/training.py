@@ -93,6 +93,9 @@ class Session:
         if not dist.is_initialized():
             forget_names()
             return
+        board = liveness.board()
+        if board is not None:
+            board.leave("a rank was lost, or joins")
         for generation in self.generations:
             generation.drop_work()
         if self.model is not None:

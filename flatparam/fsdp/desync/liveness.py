@@ -46,11 +46,9 @@ from .stores import Store, reaching, store_of, store_of_world
 
 READING = 2.0  # seconds that a rank stays, so that the others can read its post
 _ANSWERING = 1.6  # seconds in which a live process answers a call
-_RAISED = "has raised an error of its own"
-_ENDS_OF_ITS_OWN = (
-    _RAISED,
-    "has finished, and comes to no collective",
-)  # in a text about a rank; the second: fp_board.cpp
+_LEAVES = "has left the world"
+# In texts about ranks that end or leave by themselves. The first is in ``describe``, the second in fp_board.cpp
+_ENDS_OF_ITS_OWN = ("has raised an error of its own", "has finished, and comes to no collective", _LEAVES)
 _LENGTH = 1000  # characters of an error's message in a post
 
 
@@ -102,6 +100,14 @@ class HealthBoard:
             return self.native.look(0.0, False) and self.native.number(readers) >= others
 
         wait_until(is_read)
+
+    @reaching()
+    def leave(self, why: str) -> None:
+        """Post that this rank leaves the world, and ``why``. A rank that waits in it raises that.
+
+        Its wait may not fail by itself: the connections of a live rank stay open.
+        """
+        self.native.post(printable(f"rank {self.rank} {_LEAVES}: {why}"))
 
     @reaching()
     def finish(self) -> None:
