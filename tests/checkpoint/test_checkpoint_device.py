@@ -2,12 +2,15 @@
 
 import collections
 
+import pytest
 import simulated
 import torch
 from gloo import run_ranks
 from torch import nn
 
 from flatparam import checkpoint
+
+pytestmark = pytest.mark.multiprocess
 
 
 class Matrices(torch.optim.Optimizer):

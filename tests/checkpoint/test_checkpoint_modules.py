@@ -626,5 +626,6 @@ def of_quantized_layers(folder):
         assert torch.equal(model(x), other(x))
 
 
+@pytest.mark.multiprocess
 def test_quantized_layers_whose_scales_nobody_loads_and_whose_weights_are_replaced(tmp_path):
     simulate_ranks(of_quantized_layers, 2, str(tmp_path))

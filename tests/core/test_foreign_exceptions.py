@@ -51,6 +51,7 @@ def shards_are_used():
         torch.nn.functional.linear(torch.ones(1, 6), model.module.weight)
 
 
+@pytest.mark.multiprocess
 def test_an_interruption_while_a_shard_is_explained_is_not_lost():
     run_ranks(shards_are_used, 2)
 
@@ -121,6 +122,7 @@ def gradients_of_other_shapes(strategy):
         assert torch.equal(grad, values)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_a_gradient_of_another_shape_changes_no_other_gradient(strategy):
     run_ranks(gradients_of_other_shapes, 2, strategy)

@@ -29,6 +29,8 @@ from interrupting import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+pytestmark = pytest.mark.multiprocess
+
 BASIC = [
     Setting(strategy, orig, bf16)
     for strategy, orig, bf16 in itertools.product(

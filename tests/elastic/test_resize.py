@@ -26,6 +26,8 @@ from flatparam import ShardingStrategy as S
 from flatparam.checkpoint import CheckpointError
 from flatparam.fsdp.errors import StateError
 
+pytestmark = pytest.mark.multiprocess
+
 OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.001),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-5, momentum=0.9),
@@ -165,7 +167,6 @@ def whole(model):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.multiprocess
 def test_resize_on_real_processes():
     run_ranks(on_processes, 2)
 

@@ -23,6 +23,7 @@ from flatparam.elastic import resizing, transport
 from flatparam.fsdp.errors import StateError
 from flatparam.fsdp.sharding import flat_param
 
+pytestmark = pytest.mark.multiprocess
 # a function of the move, and the number of its call on one rank that raises
 FAULTS = {
     "second flat parameter": (flat_param.FlatParam, "bind", 2),
@@ -74,7 +75,6 @@ def goes_on(pair, twin, at):
 
 
 def fails_on_one():
-    rank = dist.get_rank()
     pair, twin = started()
     for owner, name, count in FAULTS.values():
         working, calls = getattr(owner, name), 0
@@ -87,15 +87,13 @@ def fails_on_one():
                 raise RuntimeError("no memory is left")
             return working(*args)
 
-        dist.barrier()
-        if rank == 0:  # the ranks share the module
-            setattr(owner, name, failing)
+        dist.barrier()  # ranks that share the module have all read it
+        setattr(owner, name, failing)
         dist.barrier()
         with pytest.raises(CheckpointError, match="rank 1: RuntimeError: no memory is left"):
             elastic.resize(*pair, [1, 2])
         dist.barrier()
-        if rank == 0:
-            setattr(owner, name, working)
+        setattr(owner, name, working)
         dist.barrier()
         as_before(pair, twin)
     goes_on(pair, twin, 2)

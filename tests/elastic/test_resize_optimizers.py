@@ -21,6 +21,8 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint, elastic
 from flatparam.fsdp.errors import StateError
 
+pytestmark = pytest.mark.multiprocess
+
 
 def several(params):
     first, *others = params

@@ -82,6 +82,7 @@ def wait_until_said(what):
 
 
 checks = []  # what a rank calls when its function has returned
+may_start = True  # whether the test that runs is marked as one that starts ranks (see conftest.py)
 
 
 def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
@@ -92,6 +93,7 @@ def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
         the process group is made; torch itself is imported already, but its TORCH_DISTRIBUTED_DEBUG is read anew.
     Raises: RankFailure when a rank raises, dies or is not done in time. No process is left in any case.
     """
+    check_mark()
     with tempfile.TemporaryDirectory(prefix="flatparam-ranks-") as folder:
         ranks = [_Rank(fn, rank, world_size, folder, args, timeout, environment) for rank in range(world_size)]
         try:
@@ -103,6 +105,11 @@ def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
         finally:
             for rank in ranks:
                 rank.end()
+
+
+def check_mark():
+    """Raise AssertionError in a test that is not marked as one that starts ranks."""
+    assert may_start, "a test that starts ranks has pytest.mark.multiprocess (CONTRIBUTING.md): add it"
 
 
 def script(function, *arguments, **settings):
@@ -125,6 +132,7 @@ def ends_of_ranks(fn, world_size, *args, timeout=120.0, environment=None):
 
     Those that are stopped or do not end in time have None for a code.
     """
+    check_mark()
     with tempfile.TemporaryDirectory(prefix="flatparam-ranks-") as folder:
         ranks = [_Rank(fn, rank, world_size, folder, args, timeout, environment) for rank in range(world_size)]
         try:

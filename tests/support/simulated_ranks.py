@@ -32,6 +32,7 @@ def simulate_ranks(fn, world_size, *args, timeout=120.0, environment=None):
     Args: those of ``gloo.run_ranks``. ``timeout`` is in virtual seconds.
     Raises: RankFailure when a rank raises or is not done in time, or when the process dies.
     """
+    gloo.check_mark()
     if os.environ.get("FLATPARAM_TEST_RANKS") == "processes" or sys.platform != "linux":
         return gloo.run_ranks(fn, world_size, *args, timeout=timeout, environment=environment)
     from tests.simulation.process import SimulatedError, ask

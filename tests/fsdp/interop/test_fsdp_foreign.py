@@ -307,6 +307,7 @@ def saves_pretrained(uo):
         assert all(torch.equal(value, whole[name]) for name, value in module.saved.items())
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 def test_save_pretrained_of_pieces(uo):
     simulate_ranks(saves_pretrained, 2, uo)

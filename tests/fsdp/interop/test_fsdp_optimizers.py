@@ -239,6 +239,7 @@ def loads_states(strategy, uo):
     return told
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO_1"])
 def test_a_state_that_was_not_converted_is_refused(strategy):
     for told in simulate_ranks(loads_states, 2, strategy, True):

@@ -149,6 +149,7 @@ def load_what_has_no_elements(atomic):
     return list(loaded.missing_keys), all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("atomic", [None, "row"])
 def test_a_parameter_without_elements_before_a_unit_is_no_missing_key(atomic):
     assert simulate_ranks(load_what_has_no_elements, 4, atomic) == [([], True)] * 4

@@ -180,6 +180,7 @@ def for_whole_parameters():
         assert all(map(torch.equal, before, model.parameters())) == is_sharded
 
 
+@pytest.mark.multiprocess
 def test_what_takes_whole_parameters():
     simulate_ranks(for_whole_parameters, 2)
 

@@ -442,5 +442,6 @@ def differing():
         )
 
 
+@pytest.mark.multiprocess
 def test_an_error_of_ranks_that_differ_shows_what_does():
     simulate_ranks(differing, 2)

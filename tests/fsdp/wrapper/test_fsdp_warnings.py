@@ -111,6 +111,7 @@ def of_each_rank():
     return [text for text, is_here in told if "has other values" in text and is_here]
 
 
+@pytest.mark.multiprocess
 def test_the_first_rank_of_a_group_warns_of_values_that_differ():
     none, [text], nothing = run_ranks(of_each_rank, 3)
     assert none == nothing == []
@@ -144,6 +145,7 @@ def of_other_depths():
     return str(caught.value)
 
 
+@pytest.mark.multiprocess
 def test_an_error_of_ranks_with_other_models_has_the_counts_of_units():
     for text in run_ranks(of_other_depths, 2):
         assert text == (
