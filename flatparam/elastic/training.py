@@ -259,8 +259,9 @@ class Session:
                     self.epochs.finish()
                     return
             except Exception as error:
-                if self.step >= until and self.epochs.wait_for_end(liveness.READING):
-                    return  # another rank has come through: the last step is committed
+                is_end = self.step >= until and self.epochs.wait_for_end(liveness.READING)
+                if is_end and self.epochs.after(self.epoch) is None:
+                    return  # another rank of this epoch has come through: the last step is committed
                 self.recover(error)
             if not self.has_recovered:
                 yield self.step
