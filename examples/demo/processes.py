@@ -177,9 +177,9 @@ class Team:
             for each in self._members:
                 status = each.process.poll()
                 if status is not None and status < 0:
-                    killer = signal.Signals(-status)
-                    asked_for = killer in (signal.SIGKILL, signal.SIGTERM)
-                    return DemoFailed(f"{each.name} was killed by {killer.name}", "" if asked_for else _tail(each.log))
+                    asked_for = -status in (signal.SIGKILL, signal.SIGTERM)
+                    killer = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
+                    return DemoFailed(f"{each.name} was killed by {killer}", "" if asked_for else _tail(each.log))
             time.sleep(0.05)
         if reason:
             return DemoFailed(f"{member.name} failed: {reason}", trace)

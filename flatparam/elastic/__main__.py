@@ -8,6 +8,7 @@ torch and nothing of ``flatparam.fsdp``, so a new process starts at once, and ha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import runpy
@@ -16,7 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from .process import MEMBER, REPLACED
+from .process import MEMBER, REPLACED, signal_name
 
 if TYPE_CHECKING:
     from .epochs import Epochs
@@ -62,7 +63,7 @@ class _Slot:
             status = self._wait()
             if status >= 0 and status != REPLACED:
                 return status
-            why = f"{member} was killed by {signal.Signals(-status).name}" if status < 0 else f"{member} was replaced"
+            why = f"{member} was killed by {signal_name(-status)}" if status < 0 else f"{member} was replaced"
             print(f"flatparam.elastic: {why}", file=sys.stderr, flush=True)
         if self._fork():
             epochs = _epochs(member)
@@ -101,9 +102,10 @@ class _Slot:
     def _pass_on(self, number: int, frame: object) -> None:
         """The job ends: end the child, and this process, by the same signal."""
         end = time.monotonic() + _GRACE
-        while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
-            os.kill(self._child, number if time.monotonic() < end else signal.SIGKILL)
-            time.sleep(0.05)
+        with contextlib.suppress(ChildProcessError):  # ``_wait`` has just seen its end
+            while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
+                os.kill(self._child, number if time.monotonic() < end else signal.SIGKILL)
+                time.sleep(0.05)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -63,7 +63,8 @@ def trains_as_the_unsharded_module(said, until):
         optimizer.step()
     expected = torch.cat([param.detach().flatten() for param in net.parameters()]).numpy().tobytes().hex()
     ends = re.findall(r"^end (\w+)", said, re.MULTILINE)
-    assert ends == [expected] * sizes[until - 1], said
+    assert set(ends) == {expected}, said
+    assert len(ends) >= sizes[until - 1], said  # processes may join after the last step
     return [sizes[step] for step in range(until)]
 
 
