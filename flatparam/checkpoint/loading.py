@@ -35,7 +35,7 @@ from .optimizer_plan import Convert, OptimizerPlan
 from .optimizers import Named
 from .pieces import all_held
 from .planning import check_idle
-from .progress import Meter, Summary
+from .progress import Meter, Summary, note_newest
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
 from .rendezvous import Rendezvous
 from .values import decode
@@ -101,6 +101,7 @@ def load(
     finally:
         loading.close()
         seconds = meter.close()
+    note_newest(model, str(loading.path))
     index = loading.index
     if loading.rounded and rendezvous.is_first:
         name, stored, dtype = loading.rounded[0]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
+
+import torch.nn as nn
 
 try:
     from tqdm import tqdm
 except ModuleNotFoundError:  # it comes with the extra `demo`
     tqdm = None
 
+# model -> the second of the last save or load that has succeeded on this rank, and its path
+_newest: weakref.WeakKeyDictionary[nn.Module, tuple[float, str]] = weakref.WeakKeyDictionary()
 _GONE = (OSError, ValueError)  # raised if standard error is closed
 
 
@@ -66,3 +71,14 @@ class Meter:
         """Remove the bar. Returns: seconds since the meter was made."""
         self._show("close")
         return time.monotonic() - self.begin
+
+
+def note_newest(model: nn.Module | None, path: str) -> None:
+    """Note that ``model`` was saved to ``path`` or loaded from it now. None: it is gone."""
+    if model is not None:
+        _newest[model] = (time.time(), path)
+
+
+def newest_of(model: nn.Module) -> tuple[float, str] | None:
+    """Return when this rank has last saved or loaded ``model``, in seconds of the clock, and the path."""
+    return _newest.get(model)

@@ -23,7 +23,7 @@ import shutil
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from .files import Part, sync_folder, write_file
 from .index import MODEL, NAME, OPTIMIZER, RANKS, Index, read_sealed, write_sealed
 from .optimizers import labelled
 from .planning import ALIKE, SavePlan, describe_units, plan_save
-from .progress import Meter, Summary
+from .progress import Meter, Summary, note_newest
 from .rendezvous import Rendezvous
 
 _ABOUT = ("aliases", "modules", "given", "metadata", "base")  # taken from the first rank's table
@@ -201,6 +201,7 @@ class _Saving:
         self.overwrite = overwrite
         self.rendezvous = rendezvous = Rendezvous(group, SetupCollective.SAVES_CHECKPOINT, model)
         self.path = Path()
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self.plan = SavePlan()
         self.units: list[dict[str, Any]] = []
         self.error: BaseException | None = None  # of the copy, which write() raises on all ranks
@@ -214,6 +215,7 @@ class _Saving:
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
             self.plan = plan_save(model, optimizer, extra, rendezvous.rank, trainable_only)
+            self._model = weakref.ref(model)
             settle(flat_param for unit in units_of(model.modules()) for flat_param in unit.flat_params)
             if rendezvous.is_first:
                 self.units = describe_units(model)
@@ -299,6 +301,7 @@ class _Saving:
             _under_way.pop(self.folder, None)
             self.plan = SavePlan()  # free the copies: the user may keep the Pending
             seconds = self.meter.close()
+        note_newest(self._model(), str(self.path))
         return Summary(str(self.path), self.id, total, mine, seconds)
 
     def _write(self) -> int:

@@ -8,16 +8,17 @@ A group can lose one rank: each stripe of it is the XOR of one parity and of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint.errors import CheckpointError
 from ..fsdp.desync.checked_collectives import exchange, issue, wait
 from ..fsdp.desync.events import SetupCollective
 from .epochs import Epoch
-from .snapshot import Key, checksum, is_intact
+from .snapshot import Key, checksum, read
 
 MOST = {"parity": 4, "buddy": 2}  # ranks of a group
 _WORD = 8
@@ -30,6 +31,17 @@ def group_of(rank: int, size: int, redundancy: str) -> list[int]:
     """
     groups = max(1, min(-(-size // MOST[redundancy]), size // 2))
     return list(range(rank % groups, size, groups))
+
+
+class Kept(NamedTuple):
+    """What a rank tells the others of a generation. ``corrupt``: names of parts that have changed since the commit."""
+
+    key: Key
+    members: list[str]
+    number: int
+    has_copy: bool
+    has_parity: bool
+    corrupt: list[str]
 
 
 class Generation:
@@ -73,13 +85,18 @@ class Generation:
             self.drop_work()
             self.is_whole = True
 
-    def is_sound(self) -> bool:
-        """Whether the parity is complete here, and has not changed since."""
-        return self.is_whole and (len(self.ranks) == 1 or checksum(self.parity) == self._sums)
-
-    def is_readable(self) -> bool:
-        """Whether this rank's own snapshot has not changed since it was taken."""
-        return is_intact(self.data)
+    def check(self) -> Kept:
+        """Check this rank's copy and its parity."""
+        corrupt = []
+        try:
+            read(self.data, self.key, self.number)
+        except CheckpointError as error:
+            corrupt.append(str(error))
+        has_copy = not corrupt
+        has_parity = self.is_whole and (len(self.ranks) == 1 or checksum(self.parity) == self._sums)
+        if self.is_whole and not has_parity:
+            corrupt.append(f"rank {self.number}'s parity of step {self.key[1]} is corrupt: its checksum does not fit")
+        return Kept(self.key, self.epoch.members, self.number, has_copy, has_parity, corrupt)
 
     def drop_work(self) -> None:
         """Wait no more for stripes: their ranks are lost."""

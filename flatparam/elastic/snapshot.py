@@ -65,7 +65,7 @@ class Plan:
         prefix[0] = checksum(out[8 : self.length])
 
 
-def is_intact(run: Tensor) -> bool:
+def _is_intact(run: Tensor) -> bool:
     """Whether the checksum of ``run`` fits."""
     sums, end_of_head, end = (int(one) for one in run[:_PREFIX].view(torch.int64))
     is_length = _PREFIX <= end_of_head <= end <= run.numel() and end % 8 == 0
@@ -74,14 +74,16 @@ def is_intact(run: Tensor) -> bool:
 
 def read(run: Tensor, key: Key, number: int) -> Held:
     """Return what ``run`` holds; the boxes are views of it. Raises: CheckpointError if it is not that snapshot."""
-    if not is_intact(run):
+    if not _is_intact(run):
         raise CheckpointError(
             f"the copy of rank {number}'s state of step {key[1]} is corrupt: its checksum does not fit"
         )
     end = int(run[:_PREFIX].view(torch.int64)[1])
     found, of, table, places = pickle.load(io.BytesIO(bytes_of(run[_PREFIX:end])))
     if (found, of) != (key, number):
-        raise CheckpointError(f"expected rank {number}'s state of {key}, got rank {of}'s of {found} (epoch, step)")
+        raise CheckpointError(
+            f"the copy of rank {number}'s state of step {key[1]} is corrupt: it is rank {of}'s of step {found[1]}"
+        )
     parts: dict[str, list[Part]] = {}
     for file, name, shape, offsets, dtype, sizes, at in places:
         box = _box(run, _aligned(end) + at, dtype, sizes)

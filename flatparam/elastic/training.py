@@ -27,6 +27,7 @@ import torch.nn as nn
 from .. import _C
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.optimizers import labelled
+from ..checkpoint.progress import newest_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import gather_objects, run
@@ -35,10 +36,11 @@ from ..fsdp.desync.stores import Store, all_groups, connect, forget_names, in_me
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from .epochs import Epoch, Epochs
-from .parity import MOST, Generation, group_of, rebuild
+from .parity import MOST, Generation, Kept, group_of, rebuild
 from .process import MEMBER
 from .resizing import check_model, enter, leave
 from .snapshot import Key, Plan, read
+from .transport import Held
 
 _CONNECTING = datetime.timedelta(seconds=10)  # for a new world: all of its members have come
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
@@ -205,32 +207,43 @@ class Session:
         self.has_recovered = True
         if self.epoch.members[0] == self.epochs.me:
             number, ranks = self.epoch.number, len(self.epoch.members)
+            reason = "; ".join([self.epoch.reason, *found.corrupt])
             print(
-                f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {self.epoch.reason}",
+                f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {reason}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _find_state(self) -> _Found | str:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
-        kept = [
-            (one.key, one.epoch.members, one.number, one.is_sound()) for one in self.generations if one.is_readable()
-        ]
-        told = gather_objects(SetupCollective.RESIZES, kept, _world())
+        kept = [one.check() for one in self.generations]
+        told = gather_objects(SetupCollective.RESIZES, (kept, newest_of(self.model)), _world())
         if None in told:  # of a rank in ``start``
             return _NOT_COMMITTED
-        found = _choose(told, self._redundancy)
-        is_committed = any(step > 0 for theirs in told for (_, step), *_ in theirs)
-        return found if is_committed or not isinstance(found, str) else _NOT_COMMITTED
+        refused: dict[Key, list[str]] = {}
+        while not isinstance(found := _choose(told, self._redundancy, refused), str):
+            problems = self._read(found)
+            if not problems:
+                return found
+            refused[found.key] = problems
+        return found if any(one.key[1] > 0 for theirs, _ in told for one in theirs) else _NOT_COMMITTED
 
-    def _bind(self, found: _Found) -> None:
-        """Bind the model to the ranks of the world, with the state that was ``found``."""
+    def _read(self, found: _Found) -> list[str]:
+        """Read the copies of ``found`` into it, and rebuild the lost ones. Returns: problems, on all ranks alike."""
         me = dist.get_rank()
         mine = next((one for one in self.generations if one.key == found.key and found.at.get(one.number) == me), None)
         runs = {} if mine is None else {mine.number: mine.data}
         runs |= rebuild(mine, found.lost, found.at.__getitem__)
-        here = {number: read(run, found.key, number) for number, run in runs.items()}
-        extra = enter(self.model, self.optimizer, here)
+        problem = None
+        try:
+            found.here.update({number: read(run, found.key, number) for number, run in runs.items()})
+        except CheckpointError as error:  # what a parity was made of had changed
+            problem = f"{error}, when it is rebuilt from what the others keep"
+        return [one for one in gather_objects(SetupCollective.RESIZES, problem, _world()) if one is not None]
+
+    def _bind(self, found: _Found) -> None:
+        """Bind the model to the ranks of the world, with the state that was ``found``."""
+        extra = enter(self.model, self.optimizer, found.here)
         self.generations = [one for one in self.generations if one.key <= found.key]
         self.step = extra["step"]
         torch.set_rng_state(extra["rng"])
@@ -290,36 +303,48 @@ def _gathered(*mine: int) -> list[list[int]]:
 
 
 class _Found(NamedTuple):
-    """The newest state that ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``."""
+    """The newest state that ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``.
+
+    ``corrupt``: the corrupt pieces of newer states, and of this one; ``here``: old rank -> its state, on this rank.
+    """
 
     key: Key
     at: dict[int, int]
     lost: dict[int, list[int]]
+    corrupt: list[str]
+    here: dict[int, Held]
 
 
-def _choose(told: list[list[Any]], redundancy: str) -> _Found | str:
-    """Return what can be rebuilt from the generations that the ranks told; or why nothing can."""
-    at: dict[Key, dict[int, int]] = {}
-    sound: set[tuple[Key, int]] = set()
-    members: dict[Key, list[str]] = {}
-    for rank, kept in enumerate(told):
-        for key, names, number, is_sound in kept:
-            at.setdefault(key, {})[number] = rank
-            members[key] = names
-            sound |= {(key, number)} if is_sound else set()
+def _choose(told: list[Any], redundancy: str, refused: dict[Key, list[str]]) -> _Found | str:
+    """Return what can be rebuilt from what the ranks told; or why nothing can.
+
+    ``told``: by rank its generations, and the newest checkpoint that it knows; ``refused``: states with copies that
+    were rebuilt in vain, and why.
+    """
+    of_key: dict[Key, list[tuple[int, Kept]]] = {}
+    for rank, (theirs, _) in enumerate(told):
+        for one in theirs:
+            of_key.setdefault(one.key, []).append((rank, one))
+    corrupt: list[str] = []
     lost_last: list[str] = []
-    for key in sorted(at, reverse=True):
-        size = len(members[key])
-        lost = {one: group_of(one, size, redundancy) for one in range(size) if one not in at[key]}
-        if all(
-            len(ranks) > 1 and all((key, one) in sound for one in ranks if one != number)
-            for number, ranks in lost.items()
+    for key in sorted(of_key, reverse=True):
+        kept = of_key[key]
+        members = kept[0][1].members
+        at = {one.number: rank for rank, one in kept if one.has_copy}
+        sound = {one.number for _, one in kept if one.has_copy and one.has_parity}
+        groups = {one: group_of(one, len(members), redundancy) for one in range(len(members)) if one not in at}
+        corrupt += [*(problem for _, one in kept for problem in one.corrupt), *refused.get(key, ())]
+        if key not in refused and all(
+            len(ranks) > 1 and sound.issuperset(one for one in ranks if one != number)
+            for number, ranks in groups.items()
         ):
-            return _Found(key, at[key], lost)
-        lost_last = lost_last or [members[key][one] for one in lost]
+            return _Found(key, at, groups, corrupt, {})
+        lost_last = lost_last or [members[one] for one in groups]
+    which = f" ({'; '.join(corrupt)})" if corrupt else ""
+    _, path = max((newest for _, newest in told if newest is not None), default=(0.0, ""))
     return (
-        f"the state of {', '.join(lost_last) or 'all ranks'} is lost, with what the others keep of it: "
-        "start again from the newest checkpoint"
+        f"the state of {', '.join(lost_last) or 'all ranks'} is lost, with what the others keep of it{which}: "
+        f"start again from the newest checkpoint{path and f', {path}'}"
     )
 
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import elastic
+from flatparam import checkpoint, elastic
 from flatparam.elastic import training
+from flatparam.elastic.snapshot import checksum
 from flatparam.fsdp.desync.stores import store_of_world
 from flatparam.fsdp.errors import OrderError
 
@@ -44,10 +45,44 @@ def loss_of(module, step, rank):
     return module(batch(step, rank)).square().mean()
 
 
-def train(rank, size, redundancy="parity", joins=(), pause=0.05):
+def change(tensor):
+    """Flip a bit in the middle of the bytes of ``tensor``."""
+    tensor[tensor.numel() // 2 + 1] ^= 4
+
+
+def harm(generation, before, what):
+    """Spoil a rank's part of a committed step. ``before``: its part of the step before."""
+    if what == "copy changes":
+        change(generation.data)
+    elif what == "parity changes":
+        change(generation.parity)
+    elif what == "parity is made of changed bytes":
+        change(generation.parity)
+        generation._sums = checksum(generation.parity)
+    elif what == "copy is of the step before":
+        generation.data.copy_(before.data)
+    else:
+        assert what == "parity is of the step before"
+        generation.parity, generation._sums = before.parity, before._sums
+
+
+def meet(session, what, folder):
+    """Do to this rank ``what`` a test wants, after the optimizer's step."""
+    if what == "is killed":
+        from .ranks import kill
+
+        kill(dist.get_rank())
+    elif what == "saves":
+        checkpoint.save(folder, session.model, session.optimizer, overwrite=True)
+    else:
+        harm(session.generations[-1], session.generations[-2], what)
+
+
+def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), folder=None):
     """Train on the first ``size`` ranks. A rank after those is a new process.
 
-    ``joins``: for each of those its slot, and the second at which it begins.
+    ``joins``: for each of those its slot, and the second at which it begins; ``events``: step, rank (None: all), and
+    what happens to it once, in the order of steps; ``folder``: of checkpoints.
     Returns: step -> number of ranks and loss of the last attempt; the parameters, None if a rank is lost after the
     training; the scheduler's step and the next random number. None for a process that comes after the end.
     """
@@ -78,6 +113,10 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05):
             optimizer.zero_grad()
             schedule.step()
             log[step] = (elastic.size(), loss.item())
+            while events and events[0][0] == step:
+                (_, one, what), *events = events
+                if one in (rank, None):
+                    meet(session, what, folder)
     end = (schedule.last_epoch, torch.rand(()).item())
     try:
         return log, list(model.state_dict().values()), end

@@ -11,6 +11,9 @@ Promises:
 - new processes that join at a random time change no bit, also if a rank is killed meanwhile:
   `test_processes_that_join_change_no_bit`
 - a rank that was stopped for longer than the heartbeat is replaced and ends quietly: `test_a_stopped_rank_is_replaced`
+- a corrupt copy or parity, or one of an older step, is refused by all ranks alike: they go on from the newest state of
+  which all pieces are sound, or all raise one error that names the piece, its rank and step, and the newest checkpoint:
+  `test_a_corrupt_piece_is_refused_by_all`, `test_with_no_sound_state_all_are_told_what_is_corrupt`
 - an error of user code is no loss: it ends the rank, and the others are told of it:
   `test_an_error_of_user_code_passes`
 """
@@ -76,6 +79,50 @@ def test_a_killed_rank_changes_no_bit(size):
         sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
         seen += sizes[-1] < size
     assert seen > 10, "seldom a rank was killed"
+
+
+HARMS = [
+    "copy changes",
+    "parity changes",
+    "parity is made of changed bytes",
+    "copy is of the step before",
+    "parity is of the step before",
+]
+
+
+def harmed(size, redundancy, events, folder=None):
+    return simulated(elastic_programs.train, size, 1, size, redundancy, (), 0.05, events, folder, limit=300.0)
+
+
+@pytest.mark.parametrize("what", HARMS)
+@pytest.mark.parametrize(("size", "redundancy"), [(3, "parity"), (4, "parity"), (4, "buddy")])
+def test_a_corrupt_piece_is_refused_by_all(size, redundancy, what):
+    for rank in (0, 1):
+        run = harmed(size, redundancy, [(3, rank, what), (3, 2, "is killed")])
+        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - {2})
+        is_of_other_group = redundancy == "buddy" and rank == 1
+        first = 3 if is_of_other_group else 2
+        assert sizes == [size] * first + [size - 1] * (6 - first)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (HARMS[0], "the copy of rank 0's state of step {} is corrupt: its checksum does not fit"),
+        (HARMS[1], "rank 0's parity of step {} is corrupt: its checksum does not fit"),
+        (HARMS[2], "the copy of rank 2's state of step {} is corrupt: its checksum does not fit, when it is rebuilt"),
+    ],
+)
+def test_with_no_sound_state_all_are_told_what_is_corrupt(tmp_path, what, told):
+    events = [(1, None, "saves"), (2, 0, what), (3, 0, what), (3, 2, "is killed")]
+    run = harmed(3, "parity", events, str(tmp_path / "checkpoint"))
+    assert run.reason == 0, run.story
+    assert set(run.errors) == {0, 1}, run.story
+    ((kind, text),) = {error[:2] for error in run.errors.values()}
+    assert kind == "CheckpointError"
+    assert told.format(2) in text
+    assert told.format(3) in text
+    assert text.endswith(f"start again from the newest checkpoint, {tmp_path}/checkpoint")
 
 
 @pytest.mark.parametrize("redundancy", ["parity", "buddy"])
