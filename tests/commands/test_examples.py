@@ -2,6 +2,7 @@
 
 Promises:
 - each example runs as its head says and prints the last lines that it promises, with public names alone
+- examples/elastic.py trains on when a rank is killed, with the loss that it has without
 - examples/resume_elsewhere.py loads the same bits at other numbers of ranks and in other strategies
 """
 
@@ -25,7 +26,7 @@ README = (EXAMPLES / "README.md").read_text()
 
 def commands_of(script):
     """Return (ranks, arguments) of each torchrun line in the head of an example."""
-    found = re.findall(rf"torchrun --nproc-per-node (\d) examples/{script}(.*)", head_of(script))
+    found = re.findall(rf"torchrun .*--nproc-per-node (\d).* examples/{script}(.*)", head_of(script))
     return [(int(ranks), arguments.split("#")[0].split()) for ranks, arguments in found]
 
 
@@ -39,7 +40,7 @@ def run(*command, folder):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("script", [script for script in OWN if script != "resume_elsewhere.py"])
+@pytest.mark.parametrize("script", [script for script in OWN if script not in ("elastic.py", "resume_elsewhere.py")])
 def test_an_example_prints_the_last_lines_that_its_head_promises(script, tmp_path):
     ranks, arguments = commands_of(script)[0]
     printed = printed_on_ranks(script, ranks, tmp_path, *arguments)
@@ -55,6 +56,19 @@ def test_torchrun_and_python_start_an_example_as_its_head_says(tmp_path):
     check_last_lines(printed, "step 20: loss 3.07\n2 ranks, FULL_SHARD, bf16: each holds 67,456 of 134,912 parameters")
     printed = run(script, "--steps", "10", *arguments, folder=tmp_path)  # on one rank
     check_last_lines(printed, "step 30: loss 3.21\n1 ranks, FULL_SHARD, bf16: each holds 134,912 of 134,912 parameters")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_training_goes_on_when_a_rank_is_killed(is_killed, tmp_path):
+    path = str(EXAMPLES / "elastic.py")
+    (ranks, arguments), _ = commands_of("elastic.py")
+    options = ["--max-restarts", "0", "--standalone", f"--nproc-per-node={ranks}", "-m", "flatparam.elastic"]
+    arguments = arguments if is_killed else ["--pause", "0"]
+    printed = run("-m", "torch.distributed.run", *options, path, *arguments, folder=tmp_path)
+    loss, steps = head_of("elastic.py").split("\n\n")[-1].splitlines()
+    check_last_lines(printed, f"{loss}\n{steps}" if is_killed else f"{loss}\n40 steps: 40 on 3 ranks")
+    assert sum(map(int, re.findall(r"(\d+) on", printed))) == 40
 
 
 @pytest.mark.multiprocess
@@ -97,15 +111,15 @@ def test_an_example_can_be_copied(script):
             assert node.module.split(".")[0] not in ("examples", "tests", "benchmarks")
             if node.module.split(".")[0] == "flatparam":
                 assert node.module == "flatparam"
-                assert {alias.name for alias in node.names} <= {*flatparam.__all__, "checkpoint"}
+                assert {alias.name for alias in node.names} <= {*flatparam.__all__, "checkpoint", "elastic"}
         elif isinstance(node, ast.Attribute):
-            assert not node.attr.startswith("_") or node.attr.endswith("__"), node.attr
+            assert not node.attr.startswith("_") or node.attr.endswith("__") or node.attr == "_exit", node.attr
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "notebook.ipynb"])
 def test_the_table_has_each_example_with_its_command_and_last_line(script):
     (row,) = [line for line in README.splitlines() if line.startswith(f"| [{script}]({script})")]
     if script.endswith(".py"):
-        ranks, arguments = commands_of(script)[0]
-        assert f"`torchrun --nproc-per-node {' '.join([str(ranks), f'examples/{script}', *arguments])}`" in row
+        command = re.search(r"torchrun [^#\n]*", head_of(script))[0].strip()
+        assert f"`{command}`" in row
         assert f"`{head_of(script).splitlines()[-1].strip()}`" in row
