@@ -1,8 +1,9 @@
 """``torchrun --max-restarts 0 ... -m flatparam.elastic script.py``: run a training process, and a new one if it dies.
 
 torchrun ends the whole job when one of its workers ends with an error. So its worker is this small process, the parent
-of the training process. If that is killed, this process forks another one, which joins the training. It has imported
-torch and nothing of ``flatparam.fsdp``, so a new process starts at once, and has no state of the one before.
+of the training process. If that is killed, or an epoch goes on without it, this process forks another one, which joins
+the training. It has imported torch and flatparam, and made nothing with them but a connection to the job's store. So a
+new process starts at once, and has no state of the one before.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
+import itertools
+import math
 import os
 import runpy
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from ..fsdp.desync.liveness import begin_process, heartbeat
+from ..fsdp.desync.stores import Store, connect
+from ..fsdp.errors import StoreGoneError
+from . import training  # noqa: F401
+from .epochs import Epoch, Epochs
 from .process import MEMBER, REPLACED, signal_name
-
-if TYPE_CHECKING:
-    from .epochs import Epochs
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for the training process to end after a signal
+_LOOKING = 1.0  # seconds from one look at the epochs to the next
+_CHANGES = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -48,29 +56,25 @@ class _Slot:
     """The place of one rank, in which one process runs after another. ``argv``: the script and its arguments."""
 
     def __init__(self, slot: str, argv: list[str]):
-        self._slot, self._argv = slot, argv
+        self._slot, self._slots, self._argv = slot, int(os.environ["WORLD_SIZE"]), argv
         self._child = 0
 
     def run(self, joins: int) -> int:
         """Return the exit status: in a child of the script; else of the last child, or of the job if it was killed."""
         for number in _ENDING:
             signal.signal(number, self._pass_on)
-        member, why = self._slot, ""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         for life in range(joins + 1):
-            member, before = f"{self._slot}.{life}", (f"{self._slot}.{life - 1}", why)
+            member = f"{self._slot}.{life}"
             if self._fork():
-                return self._run_script(member, before)
-            status = self._wait()
-            if status >= 0 and status != REPLACED:
+                return self._run_script(member)
+            status, why = self._wait(member)
+            if not why:
                 return status
-            why = f"{member} was killed by {signal_name(-status)}" if status < 0 else f"{member} was replaced"
             print(f"flatparam.elastic: {why}", file=sys.stderr, flush=True)
-        if self._fork():
-            epochs = _epochs(member)
-            epochs.end(member, why)
-            epochs.wait_to_join(int(os.environ["WORLD_SIZE"]))  # it does not ask, so this is the job's end
-            return 0
-        return self._wait()
+            self._epochs(member).end(member, why)
+        self._epochs(member).wait_to_join(self._slots)  # it does not ask, so this is the job's end
+        return 0
 
     def _fork(self) -> bool:
         """Whether this is the new process, which ends with its parent."""
@@ -79,43 +83,74 @@ class _Slot:
         if self._child == 0:
             for number in _ENDING:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
         return self._child == 0
 
-    def _wait(self) -> int:
-        """Wait for the child. Returns: its exit status; of a killed one the negative number of the signal."""
-        status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
-        self._child = 0
-        return status
+    def _wait(self, member: str) -> tuple[int, str]:
+        """Wait for the child. End it if an epoch goes on without it, or if it is stopped when the job has ended.
 
-    def _run_script(self, member: str, before: tuple[str, str]) -> int:
+        Returns: its exit status, or that of the job; why another process is to follow, or nothing.
+        """
+        watches = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else a training process has the store
+        drops: Iterator[Epoch | None] | None = None
+        stopped = math.inf
+        while True:
+            found, status = os.waitpid(self._child, _CHANGES)
+            if found and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+                self._child = 0
+                status = os.waitstatus_to_exitcode(status)
+                why = f"{member} was killed by {signal_name(-status)}" if status < 0 else ""
+                return status, f"{member} was replaced" if status == REPLACED else why
+            if found:
+                stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
+                continue
+            try:
+                drops = drops or (self._epochs(member).drops(self._slots) if watches else itertools.repeat(None))
+                if epoch := next(drops):
+                    self._end(signal.SIGTERM)
+                    return REPLACED, f"{member} was replaced in epoch {epoch.number}: {epoch.reason}"
+                is_long = time.monotonic() - stopped > (heartbeat() or math.inf)
+                if watches and is_long and self._epochs(member).wait_for_end(0.0):
+                    self._end(signal.SIGTERM)
+                    return 0, ""
+            except StoreGoneError:
+                watches, drops = False, None  # so the job ends
+            signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
+
+    def _run_script(self, member: str) -> int:
+        begin_process()
         os.environ[MEMBER] = member
-        if before[1]:
-            _epochs(member).end(*before)
         sys.argv = self._argv
         sys.path[0] = os.path.dirname(os.path.abspath(self._argv[0]))
         runpy.run_path(self._argv[0], run_name="__main__")
         return 0
 
-    def _pass_on(self, number: int, frame: object) -> None:
-        """The job ends: end the child, and this process, by the same signal."""
+    def _end(self, number: int) -> None:
+        """End the child by the signal ``number``, also if it is stopped; after a while by SIGKILL."""
         end = time.monotonic() + _GRACE
         with contextlib.suppress(ChildProcessError):  # ``_wait`` has just seen its end
             while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
                 os.kill(self._child, number if time.monotonic() < end else signal.SIGKILL)
+                os.kill(self._child, signal.SIGCONT)
                 time.sleep(0.05)
+        self._child = 0
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """The job ends: end the child, and this process, by the same signal."""
+        self._end(number)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    def _epochs(self, member: str) -> Epochs:
+        """Return the epochs of the job, seen by ``member``. The store is connected to at the first call."""
+        return Epochs(self._store, member)
 
-def _epochs(member: str) -> Epochs:
-    """Return the epochs of the job. Not in the parent, which must not import what has a state."""
-    from ..fsdp.desync.stores import connect
-    from .epochs import Epochs
-
-    return Epochs(connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), member)
+    @functools.cached_property
+    def _store(self) -> Store:
+        return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 if __name__ == "__main__":

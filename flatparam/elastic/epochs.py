@@ -8,7 +8,7 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 |---|---|---|
 | ``epoch/N`` | the first to decide | the members of epoch N, and why it began |
 | ``here/N/MEMBER`` | that member | it has come to epoch N |
-| ``ended/MEMBER`` | the process that started it | it was killed |
+| ``ended/MEMBER`` | its launcher | it was killed |
 | ``asks``, ``ask/I`` | a new process | it asks to join |
 | ``done`` | a rank | the job has ended well |
 """
@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..fsdp.desync.liveness import heartbeat
@@ -64,9 +64,22 @@ class Epochs:
     def after(self, epoch: Epoch) -> Epoch | None:
         """Return the newest epoch after ``epoch``, if there is one."""
         found = None
-        while said := self._store.value_at(f"epoch/{epoch.number + 1}"):
-            found = epoch = Epoch(epoch.number + 1, *json.loads(said))
+        while later := self._next(epoch):
+            found = epoch = later
         return found
+
+    def _next(self, epoch: Epoch) -> Epoch | None:
+        said = self._store.value_at(f"epoch/{epoch.number + 1}")
+        return Epoch(epoch.number + 1, *json.loads(said)) if said else None
+
+    def drops(self, slots: int) -> Iterator[Epoch | None]:
+        """Yield None until an epoch has dropped this process, and then that epoch."""
+        epoch = self.first(slots)
+        while (later := self._next(epoch)) is None or self.me in later.members or self.me not in epoch.members:
+            if later is None:
+                yield None
+            epoch = later or epoch
+        yield later
 
     def _decide(self, epoch: Epoch, members: Iterable[str], asks: int, reason: str) -> Epoch:
         """Decide that ``members`` follow on ``epoch``. Return what was decided, perhaps by another rank before."""

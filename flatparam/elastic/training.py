@@ -181,7 +181,7 @@ class Session:
                 return later
             lost = self.epochs.ended(members)
             if board is not None:
-                others = [rank for rank in range(len(members)) if rank != dist.get_rank()]
+                others = [rank for rank, one in enumerate(members) if one not in [self.epochs.me, *lost]]
                 lost += [members[rank] for rank in board.find_lost(others, waited)]
             if lost:
                 return self.epochs.without(self.epoch, lost)

@@ -5,14 +5,20 @@ Promises:
   `test_a_signal_without_a_name_is_told_by_its_number`
 - a signal for the job ends the launcher by that signal, also if the training process has just ended:
   `test_a_signal_after_the_end_of_the_child_ends_the_launcher`
+- a stopped process that an epoch has dropped is ended and replaced, also one that had joined:
+  `test_a_dropped_process_is_replaced`
+- a process that is stopped for longer than the heartbeat at the end of the job is ended, and the launcher's status is
+  0; one that goes on has the time that it needs: `test_the_end_of_the_job_ends_a_stopped_process`
 """
 
 import os
 import signal
+import time
 
 import pytest
 
 from flatparam.elastic import __main__ as launcher
+from flatparam.fsdp.desync.stores import in_memory
 
 
 def forked(body):
@@ -32,20 +38,52 @@ def status_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def status_of_run(monkeypatch, said, lives):
+    """Run the launcher of slot 2, whose processes are ``lives``, in a child. ``said``: the keys in the job's store."""
+    for name, value in (("MASTER_ADDR", "-"), ("MASTER_PORT", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(name, value)
+    store = in_memory()
+    for key, value in said.items():
+        store.set(f"flatparam elastic/{key}", value)
+    monkeypatch.setattr(launcher, "connect", lambda *_: store)
+    monkeypatch.setattr(launcher, "_LOOKING", 0.05)
+
+    def run():
+        slot = launcher._Slot("2", [])
+
+        def fork():
+            slot._child = forked(lives.pop(0))
+            return False
+
+        slot._fork = fork
+        os._exit(slot.run(len(lives) - 1))
+
+    return status_of(forked(run))
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+
+def end_with(status, seconds=0.0):
+    time.sleep(seconds)
+    os._exit(status)
+
+
+@pytest.fixture(autouse=True)
+def _four_slots(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 3])
-def test_a_signal_without_a_name_is_told_by_its_number(monkeypatch, capsys, number):
-    slot = launcher._Slot("2", [])
-    lives = [lambda: os.kill(os.getpid(), number), lambda: None]
-
-    def fork():
-        slot._child = forked(lives.pop(0))
-        return False
-
-    monkeypatch.setattr(slot, "_fork", fork)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert slot.run(1) == 0
+def test_a_signal_without_a_name_is_told_by_its_number(monkeypatch, capfd, number):
+    assert status_of_run(monkeypatch, {}, [lambda: die(number), lambda: end_with(7)]) == 7
     name = "SIGKILL" if number == signal.SIGKILL else f"signal {number}"
-    assert f"2.0 was killed by {name}" in capsys.readouterr().err
+    assert f"2.0 was killed by {name}" in capfd.readouterr().err
 
 
 def test_a_signal_after_the_end_of_the_child_ends_the_launcher():
@@ -56,3 +94,29 @@ def test_a_signal_after_the_end_of_the_child_ends_the_launcher():
         slot._pass_on(signal.SIGTERM, None)
 
     assert status_of(forked(end)) == -signal.SIGTERM
+
+
+def test_a_dropped_process_is_replaced(monkeypatch, capfd):
+    epochs = {
+        "epoch/1": '[["0.0", "1.0", "2.0"], 0, "3.0 was killed"]',
+        "epoch/2": '[["0.0", "1.0"], 0, "2.0 is silent"]',
+    }
+    assert status_of_run(monkeypatch, epochs, [stop, lambda: end_with(7)]) == 7
+    assert "2.0 was replaced in epoch 2: 2.0 is silent" in capfd.readouterr().err
+    epochs |= {"epoch/3": '[["0.0", "1.0", "2.1"], 1, "2.1 joined"]', "epoch/4": '[["0.0", "1.0"], 1, "2.1 is silent"]'}
+    assert status_of_run(monkeypatch, epochs, [die, stop, lambda: end_with(8, 0.3)]) == 8
+    assert "2.1 was replaced in epoch 4: 2.1 is silent" in capfd.readouterr().err
+
+
+def test_the_end_of_the_job_ends_a_stopped_process(monkeypatch):
+    monkeypatch.setenv("FLATPARAM_HEARTBEAT", "0.4")
+    assert status_of_run(monkeypatch, {"done": ""}, [stop]) == 0
+    assert status_of_run(monkeypatch, {"done": ""}, [lambda: end_with(7, 1.0)]) == 7
+
+    def go_on():
+        me = os.getpid()
+        forked(lambda: (time.sleep(0.2), os.kill(me, signal.SIGCONT)))
+        stop()
+        end_with(8, 0.6)
+
+    assert status_of_run(monkeypatch, {"done": ""}, [go_on]) == 8

@@ -362,6 +362,13 @@ def heartbeat() -> float:
 _process = os.getpid()  # a child that a rank forks has another id, and reports nothing
 
 
+def begin_process() -> None:
+    """Count a process that was forked as one that may become a rank."""
+    global _process
+    _process = os.getpid()
+    _here.life.since = _clock()
+
+
 def end_rank(world: dist.ProcessGroup, error: BaseException | None) -> None:
     """Tell the other ranks of ``world`` that this rank ends: with ``error``, or finished. Each error is told once.
 
@@ -512,10 +519,8 @@ class _Children:
         self.calls: set[Callable[[], object]] = set()  # made at the end, while its thread still answers
 
     def begin(self) -> None:
-        global _process
         if not dist.is_initialized():  # else a rank has forked this process, and it is no rank
-            _process = os.getpid()
-            _here.life.since = _clock()
+            begin_process()
             self.join_in()
 
     def join_in(self) -> None:
