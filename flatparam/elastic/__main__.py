@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 
 from ..fsdp.desync.liveness import begin_process, heartbeat
-from ..fsdp.desync.stores import Store, connect
+from ..fsdp.desync.stores import Store
 from ..fsdp.errors import StoreGoneError
 from . import training  # noqa: F401
-from .epochs import Epoch, Epochs
+from .epochs import Epoch, Epochs, store_of_job
 from .process import MEMBER, REPLACED, signal_name
 
 _PR_SET_PDEATHSIG = 1
@@ -150,7 +150,7 @@ class _Slot:
 
     @functools.cached_property
     def _store(self) -> Store:
-        return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return store_of_job()
 
 
 if __name__ == "__main__":

@@ -17,18 +17,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..fsdp.desync.liveness import heartbeat
-from ..fsdp.desync.stores import Store
+from ..fsdp.desync.stores import Store, connect
 from ..fsdp.errors import StateError
 from .process import REPLACED
 
 PATIENCE = 3.0  # seconds beyond the heartbeat for a member to come to a new epoch
 _SAYING = 2.0  # seconds: a process that asks counts itself first, and then says its name
+
+
+def store_of_job(serves: bool = False) -> Store:
+    """Return the job's store. An agent of torchrun keeps it when it starts its workers again; each start has own keys.
+
+    ``serves``: this process runs it. Raises: StoreGoneError.
+    """
+    store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serves)
+    return store.below(f"flatparam start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
 
 class Epoch(NamedTuple):

@@ -32,10 +32,10 @@ from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import gather_objects, run
 from ..fsdp.desync.events import SetupCollective
-from ..fsdp.desync.stores import Store, all_groups, connect, forget_names, in_memory
+from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
-from .epochs import Epoch, Epochs
+from .epochs import Epoch, Epochs, store_of_job
 from .parity import MOST, Generation, Kept, group_of, rebuild
 from .process import MEMBER
 from .resizing import check_model, enter, leave
@@ -445,7 +445,7 @@ def start(
             "`torchrun --max-restarts 0 ... -m flatparam.elastic script.py`",
             (),
         )
-    store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), not by_agent and slot == 0)
+    store = store_of_job(serves=not by_agent and slot == 0)
     member = os.environ.get(MEMBER, f"{slot}.0")
     return begin_session(Session(store, member, slots, redundancy, every, timeout), build)
 

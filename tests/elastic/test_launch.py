@@ -9,6 +9,7 @@ Promises:
 - the same holds for the rank whose number is 0, and for one rank after another: `test_each_rank_can_be_lost_in_turn`
 - a stopped process is replaced after the heartbeat: `test_a_stopped_process_is_replaced`
 - an error of the script ends the job with a status that is not 0, and is printed: `test_an_error_ends_the_job`
+- with `--max-restarts 1` torchrun starts all anew after such an error: `test_a_second_start_begins_anew`
 - without torchrun, or with one rank, the error says what to do: `test_bad_starts_are_told`
 """
 
@@ -26,13 +27,14 @@ from tests.simulation.reference import divisors
 
 pytestmark = pytest.mark.multiprocess
 SUPPORT = Path(elastic_script.__file__).parent
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node"]
+LAUNCH = ["-m", "torch.distributed.run", "--standalone"]
 
 
-def launched(ranks, *arguments, **settings):
+def launched(ranks, *arguments, restarts=0, **settings):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": "1", **settings}
-    command = [sys.executable, *LAUNCH, str(ranks), "-m", "flatparam.elastic", *arguments]
+    command = [sys.executable, *LAUNCH, f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"]
+    command += ["-m", "flatparam.elastic", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -110,6 +112,14 @@ def test_an_error_ends_the_job(kind):
     assert "end" not in said
     if kind == "raise":
         assert "ValueError: this batch is bad" in errors
+
+
+def test_a_second_start_begins_anew():
+    faults = ["2.0:3:kill", "1.0:6:raise"]
+    said, errors, status = ended(launched(3, SUPPORT / "elastic_script.py", "10", *faults, restarts=1))
+    assert status == 0, said + errors
+    assert "ValueError: this batch is bad" in errors
+    assert trains_as_the_unsharded_module(said, 10) == [3] * 10
 
 
 def test_bad_starts_are_told():

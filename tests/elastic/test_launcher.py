@@ -40,12 +40,11 @@ def status_of(child):
 
 def status_of_run(monkeypatch, said, lives):
     """Run the launcher of slot 2, whose processes are ``lives``, in a child. ``said``: the keys in the job's store."""
-    for name, value in (("MASTER_ADDR", "-"), ("MASTER_PORT", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = in_memory()
     for key, value in said.items():
         store.set(f"flatparam elastic/{key}", value)
-    monkeypatch.setattr(launcher, "connect", lambda *_: store)
+    monkeypatch.setattr(launcher, "store_of_job", lambda: store)
     monkeypatch.setattr(launcher, "_LOOKING", 0.05)
 
     def run():

@@ -1,6 +1,7 @@
 """A script of ``flatparam.elastic`` for real processes. It prints what each step had; see tests/elastic/test_launch.py.
 
 Arguments: the number of steps, and faults as ``MEMBER:STEP:KIND``, where KIND is "kill", "raise", "stop" or "exit".
+They strike in torchrun's first start.
 """
 
 import os
@@ -67,6 +68,8 @@ def say(text):
 def main(until, *faults):
     me = os.environ[MEMBER]
     strikes = {(member, int(step)): kind for member, step, kind in (fault.split(":") for fault in faults)}
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        strikes = {}
     model, optimizer = elastic.start(built)
     for step in elastic.steps(model, optimizer, int(until)):
         with elastic.survive():
