@@ -20,6 +20,7 @@ FILES = ("demo.png", "report.txt")
 QUICK = Config(
     steps=12, width=32, depth=2, context=32, batch=4, block=3, validate_every=6, host_rounds=2, host_repeats=5
 )
+KILL = Config(steps=240, width=64, depth=4, validate_every=40, kill=True)
 
 
 STRATEGY_HELP = (
@@ -39,7 +40,13 @@ def parser(defaults: Config) -> Parser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--quick", action="store_true", help="other defaults: a tiny model and few steps, half a minute")
+    kinds = made.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true", help="other defaults: a tiny model and few steps, half a minute")
+    kill_help = (
+        "other defaults, and flatparam alone, with flatparam.elastic: kill a rank, time the others until they go on, "
+        "let a new process join, and compare the losses with those without interruption; half a minute, no files"
+    )
+    kinds.add_argument("--kill", action="store_true", help=kill_help)
     add("--ranks", type=int, metavar="N", help="processes of each sharded run; on cuda no more than there are GPUs")
     add("--steps", type=int, metavar="N", help="training steps")
     add("--width", type=int, metavar="N", help="width of the model, a multiple of 32")
@@ -65,7 +72,7 @@ def parser(defaults: Config) -> Parser:
 
 def parse(arguments: list[str]) -> Config:
     """Return the settings of ``arguments``. Raises: BadSetting; SystemExit if argparse refuses them."""
-    base = QUICK if "--quick" in arguments else DEFAULTS
+    base = QUICK if "--quick" in arguments else KILL if "--kill" in arguments else DEFAULTS
     options = parser(base).parse_args(arguments)
     if options.device == "cuda":
         import torch
@@ -109,12 +116,17 @@ def main(arguments: list[str]) -> int:
     """Run the command. Returns: the exit status."""
     try:
         config = parse(arguments)
-        config.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.out).close()  # may we write there? better asked now than at the end
+        if not config.kill:
+            config.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=config.out).close()  # may we write there? better asked now than at the end
     except (BadSetting, OSError) as error:
         return fail(str(error), 2)
     try:
         stop_on_signals()
+        if config.kill:
+            from .killed import demo_killed
+
+            return demo_killed(config)
         return demo(config)
     except ModuleNotFoundError as error:
         return fail(f"the demo needs {error.name}: pip install 'matplotlib>=3.7' 'tqdm>=4.60'", 1)

@@ -29,7 +29,8 @@ class Config:
     ``ranks * micro_batches * batch * context`` bytes; ``threads`` for torch, the same in every process;
     ``block`` steps of one run before the next has its turn; ``validate_every`` steps, over ``validation_batches``
     batches a rank, and as often a checkpoint; ``extra_steps`` trained after the end, to compare a reloaded model;
-    ``target`` is the validation loss to reach in ``target_steps`` steps (None: it has to fall, no more).
+    ``target`` is the validation loss to reach in ``target_steps`` steps (None: it has to fall, no more); with ``kill``
+    there is one run, in which a rank is killed.
     Raises: BadSetting when one is out of range.
     """
 
@@ -57,6 +58,7 @@ class Config:
     host_repeats: int = 25
     target: float | None = 2.4
     target_steps: int = 450
+    kill: bool = False
     out: Path = Path("demo-out")
 
     def __post_init__(self) -> None:
@@ -79,6 +81,10 @@ class Config:
             raise BadSetting(f"--strategy {self.strategy} gathers within halves of the ranks: --ranks must be even")
         if self.runtime == "dropin" and self.strategy not in TORCH_STRATEGIES:
             raise BadSetting(f"--strategy {self.strategy} is not one of torch's: it needs --runtime flatparam")
+        if self.kill and self.ranks < 2:
+            raise BadSetting(f"--kill leaves a rank fewer: --ranks must be at least 2, got {self.ranks}")
+        if self.kill and (self.device, self.runtime, self.strategy) != ("cpu", "flatparam", "full-shard"):
+            raise BadSetting("--kill needs --device cpu, --runtime flatparam and --strategy full-shard")
 
     @property
     def heads(self) -> int:

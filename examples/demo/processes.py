@@ -179,11 +179,11 @@ class Team:
                 if status is not None and status < 0:
                     asked_for = -status in (signal.SIGKILL, signal.SIGTERM)
                     killer = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
-                    return DemoFailed(f"{each.name} was killed by {killer}", "" if asked_for else _tail(each.log))
+                    return DemoFailed(f"{each.name} was killed by {killer}", "" if asked_for else tail(each.log))
             time.sleep(0.05)
         if reason:
             return DemoFailed(f"{member.name} failed: {reason}", trace)
-        return DemoFailed(f"{member.name} ended early, with status {member.process.poll()}", _tail(member.log))
+        return DemoFailed(f"{member.name} ended early, with status {member.process.poll()}", tail(member.log))
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -192,5 +192,6 @@ def environment(threads: int) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **fixed}
 
 
-def _tail(log: Path, lines: int = 20) -> str:
+def tail(log: Path, lines: int = 20) -> str:
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

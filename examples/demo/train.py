@@ -198,6 +198,8 @@ def process_groups(config: Config, backend: str) -> Any:
     For the hybrid strategies, pairs to shard over and the group that replicates them; for layer-zero, a half of the
     ranks and all of them, nested also the ranks that have this one's place in the halves.
     """
+    if config.kill:
+        return None  # all ranks that there are
     world = list(range(config.ranks))
     hybrid = config.strategy.startswith("hybrid")
     if not hybrid and not config.is_layer_zero:

@@ -338,7 +338,7 @@ def test_help_names_every_option(capsys):
     printed = capsys.readouterr().out
     options = (
         "ranks steps width depth context batch micro-batches runtime strategy precision "
-        "orig-params clip lr seed threads out quick"
+        "orig-params clip lr seed threads out quick kill"
     )
     for option in options.split():
         assert f"--{option}" in printed
@@ -367,6 +367,9 @@ def test_help_names_every_option(capsys):
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--strategy hybrid-shard --ranks 3", "--ranks must be even"),
         ("--device cuda --ranks 1000", "--device cuda takes a GPU for each of 1000 ranks, there are "),
+        ("--kill --ranks 1", "--kill leaves a rank fewer: --ranks must be at least 2, got 1"),
+        ("--kill --runtime dropin", "--kill needs --device cpu, --runtime flatparam and --strategy full-shard"),
+        ("--kill --quick", "argument --quick: not allowed with argument --kill"),
         ("--out /dev/null/x", "Not a directory"),
         ("--colour red", "unrecognized arguments: --colour red"),
     ],
