@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from ..fsdp.desync.liveness import begin_process, heartbeat
 from ..fsdp.desync.stores import Store
-from ..fsdp.errors import StoreGoneError
+from ..fsdp.errors import StateError, StoreGoneError
 from . import training  # noqa: F401
 from .epochs import Epoch, Epochs, store_of_job
 from .process import MEMBER, REPLACED, signal_name
@@ -116,7 +116,7 @@ class _Slot:
                 if watches and is_long and self._epochs(member).wait_for_end(0.0):
                     self._end(signal.SIGTERM)
                     return 0, ""
-            except StoreGoneError:
+            except (StateError, StoreGoneError):
                 watches, drops = False, None  # so the job ends
             signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
 

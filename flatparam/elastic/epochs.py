@@ -61,11 +61,22 @@ class Replaced(SystemExit):
         return self.text
 
 
-class Epochs:
-    """The epochs in ``store``, seen by the member ``me``. Methods raise StoreGoneError."""
+def _read(number: int, said: str) -> Epoch:
+    epoch = Epoch(number, *json.loads(said))
+    if not epoch.members:
+        raise StateError(epoch.reason)
+    return epoch
 
-    def __init__(self, store: Store, me: str):
-        self._store, self.me = store.below("flatparam elastic"), me
+
+class Epochs:
+    """The epochs in ``store``, seen by the member ``me``.
+
+    ``time_out``: seconds for all members to come to epoch 0. If one does not, the next has no members, which ends the
+    job. Methods raise StoreGoneError, and StateError for that end.
+    """
+
+    def __init__(self, store: Store, me: str, time_out: float = math.inf):
+        self._store, self.me, self._time_out = store.below("flatparam elastic"), me, time_out
 
     def first(self, slots: int) -> Epoch:
         """Return epoch 0, the first life of each slot."""
@@ -80,7 +91,7 @@ class Epochs:
 
     def _next(self, epoch: Epoch) -> Epoch | None:
         said = self._store.value_at(f"epoch/{epoch.number + 1}")
-        return Epoch(epoch.number + 1, *json.loads(said)) if said else None
+        return _read(epoch.number + 1, said) if said else None
 
     def drops(self, slots: int) -> Iterator[Epoch | None]:
         """Yield None until an epoch has dropped this process, and then that epoch."""
@@ -94,13 +105,12 @@ class Epochs:
     def _decide(self, epoch: Epoch, members: Iterable[str], asks: int, reason: str) -> Epoch:
         """Decide that ``members`` follow on ``epoch``. Return what was decided, perhaps by another rank before."""
         wanted = json.dumps([sorted(members, key=lambda one: [int(part) for part in one.split(".")]), asks, reason])
-        said = self._store.compare_set(f"epoch/{epoch.number + 1}", "", wanted)
-        return Epoch(epoch.number + 1, *json.loads(said))
+        return _read(epoch.number + 1, self._store.compare_set(f"epoch/{epoch.number + 1}", "", wanted))
 
     def meet(self, epoch: Epoch) -> Epoch:
         """Wait until all members of ``epoch`` have come. Return it, or a later one if a member does not come.
 
-        Raises: Replaced if this process is no member.
+        Raises: Replaced if this process is no member; StateError on all ranks if one does not come to epoch 0 in time.
         """
         if self.me not in epoch.members:
             text = f"flatparam.elastic: {self.me} was replaced in epoch {epoch.number}: {epoch.reason}"
@@ -111,9 +121,17 @@ class Epochs:
         while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
             if later := self.after(epoch):
                 return self.meet(later)
-            patience = (heartbeat() or math.inf) + PATIENCE if epoch.number else math.inf  # processes may start late
-            lost = absent if time.monotonic() - begin > patience else self.ended(absent)
-            if lost:
+            is_late = time.monotonic() - begin > (
+                (heartbeat() or math.inf) + PATIENCE if epoch.number else self._time_out
+            )
+            if is_late and epoch.number == 0:
+                ranks = [epoch.members.index(one) for one in absent]
+                text = (
+                    f"elastic.start: of {len(epoch.members)} ranks the ranks {ranks} have not come within "
+                    f"{self._time_out:g} s: find out why they have not called it, or give it a longer `timeout`"
+                )
+                return self.meet(self._decide(epoch, [], 0, text))
+            if lost := absent if is_late else self.ended(absent):
                 return self.meet(self.without(epoch, lost))
             time.sleep(0.02)
         return epoch

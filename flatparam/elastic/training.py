@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, store: Store, member: str, slots: int, redundancy: str, every: int, time_out: datetime.timedelta
     ):
-        self.epochs = Epochs(store, member)
+        self.epochs = Epochs(store, member, time_out.total_seconds())
         self._store, self._redundancy, self._every, self._time_out = store, redundancy, every, time_out
         self.slots = slots
         self.joins: Epoch | None = None  # the epoch in which a new process joins
@@ -418,11 +418,11 @@ def start(
         build: returns the model, wrapped over the world, and its optimizer, or a list or dict of several.
         redundancy: "parity": groups of up to 4 ranks, each of which may lose one rank; "buddy": groups of 2 or 3.
         every: steps from one snapshot to the next.
-        timeout: of the process groups.
+        timeout: of the process groups, and for all ranks to start.
 
     Returns: what ``build`` has returned.
-    Raises: ValueError, StateError: the model cannot move to other ranks. SystemExit: a process that joins finds that
-    the job has ended.
+    Raises: ValueError, StateError: the model cannot move to other ranks, or a rank has not started.
+    SystemExit: a process that joins finds that the job has ended.
     """
     if redundancy not in MOST:
         raise ValueError(f"elastic.start: expected redundancy to be one of {list(MOST)}, got {redundancy!r}")

@@ -3,6 +3,8 @@
 Promises:
 - a member that comes late is waited for as long as the heartbeat says, and for ever where that is 0:
   `test_a_late_member_is_waited_for`
+- if a rank does not come to the first epoch in time, all ranks are told which, also those that come later or join, and
+  those that would have waited longer: `test_a_rank_that_does_not_start_is_named_on_all`
 """
 
 import threading
@@ -13,6 +15,7 @@ import pytest
 from flatparam.elastic import epochs
 from flatparam.elastic.epochs import Epoch, Epochs
 from flatparam.fsdp.desync.stores import in_memory
+from flatparam.fsdp.errors import StateError
 
 
 @pytest.mark.parametrize(("beat", "members"), [("0", ["0.0", "1.0"]), ("0.01", ["0.0"])])
@@ -33,3 +36,26 @@ def test_a_late_member_is_waited_for(monkeypatch, beat, members):
     finally:
         late.join()
     assert found.members == members
+
+
+def test_a_rank_that_does_not_start_is_named_on_all():
+    store, told = in_memory(), {}
+
+    def meets(member, seconds):
+        mine = Epochs(store, member, seconds)
+        try:
+            mine.meet(mine.first(4)) if member.endswith(".0") else mine.wait_to_join(4)
+        except StateError as error:
+            told[member] = str(error)
+
+    waiting = [threading.Thread(target=meets, args=one) for one in (("0.0", 0.3), ("3.0", 60.0), ("3.1", 60.0))]
+    for one in waiting:
+        one.start()
+    for one in waiting:
+        one.join(30.0)
+    meets("1.0", 60.0)
+    expected = (
+        "elastic.start: of 4 ranks the ranks [1, 2] have not come within 0.3 s: find out why they have not called it, "
+        "or give it a longer `timeout`"
+    )
+    assert told == dict.fromkeys(["0.0", "3.0", "3.1", "1.0"], expected)

@@ -7,6 +7,8 @@ Promises:
   `test_a_signal_after_the_end_of_the_child_ends_the_launcher`
 - a stopped process that an epoch has dropped is ended and replaced, also one that had joined:
   `test_a_dropped_process_is_replaced`
+- if the job ends as a rank is missing, each process ends by its own error:
+  `test_a_job_that_ends_before_it_begins_replaces_nobody`
 - a process that is stopped for longer than the heartbeat at the end of the job is ended, and the launcher's status is
   0; one that goes on has the time that it needs: `test_the_end_of_the_job_ends_a_stopped_process`
 """
@@ -105,6 +107,13 @@ def test_a_dropped_process_is_replaced(monkeypatch, capfd):
     epochs |= {"epoch/3": '[["0.0", "1.0", "2.1"], 1, "2.1 joined"]', "epoch/4": '[["0.0", "1.0"], 1, "2.1 is silent"]'}
     assert status_of_run(monkeypatch, epochs, [die, stop, lambda: end_with(8, 0.3)]) == 8
     assert "2.1 was replaced in epoch 4: 2.1 is silent" in capfd.readouterr().err
+
+
+def test_a_job_that_ends_before_it_begins_replaces_nobody(monkeypatch, capfd):
+    assert (
+        status_of_run(monkeypatch, {"epoch/1": '[[], 0, "a rank is missing"]'}, [lambda: end_with(1, 0.5), stop]) == 1
+    )
+    assert not capfd.readouterr().err
 
 
 def test_the_end_of_the_job_ends_a_stopped_process(monkeypatch):
