@@ -71,6 +71,7 @@ class Session:
         self.generations: list[Generation] = []
         self._group: Any = None
         self._attempts = 0  # to make a world, since the last one
+        self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
 
     # Worlds
 
@@ -80,7 +81,11 @@ class Session:
         self.epoch = epoch = self.epochs.meet(epoch)
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size = epoch.members.index(self.epochs.me), len(epoch.members)
+        hook = sys.excepthook
         dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=_CONNECTING)
+        if self._has_hook:
+            sys.excepthook = hook
+        self._has_hook = True
         groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
         for ranks in sorted(groups):  # all ranks make all groups
             made = dist.new_group(list(ranks), timeout=_CONNECTING)
@@ -121,7 +126,9 @@ class Session:
 
     def ask_to_join(self, build: Build) -> tuple[nn.Module, Any]:
         """Build the model over a fake world, ask to join the job, and wait for it. ``begin`` joins."""
+        hook = sys.excepthook
         dist.init_process_group("fake", store=in_memory().raw, rank=0, world_size=self.slots)
+        sys.excepthook = hook
         self.build(build)
         self.end_world()
         self.epochs.ask()

@@ -1,0 +1,49 @@
+"""The worlds of one rank of an elastic job, one after another.
+
+Promises:
+- an error of a rank that has had many worlds is printed with one prefix, and a hook of the user stays:
+  `test_many_worlds_leave_one_hook`
+- the world in which a new process builds its model leaves no hook: `test_a_process_that_asks_leaves_no_hook`
+"""
+
+import datetime
+import functools
+import sys
+
+import pytest
+
+from flatparam.elastic.epochs import Epoch, Epochs
+from flatparam.elastic.training import Session
+from flatparam.fsdp.desync.stores import in_memory
+
+
+def session(member):
+    return Session(in_memory(), member, 1, "parity", 1, datetime.timedelta(seconds=60))
+
+
+def note(seen, below, kind, *rest):
+    seen.append(kind)
+    below(kind, *rest)
+
+
+def test_many_worlds_leave_one_hook(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: print(error[0].__name__, file=sys.stderr))
+    mine = session("0.0")
+    for number in range(5):
+        mine.make_world(Epoch(number, ["0.0"]))
+        if number == 2:
+            sys.excepthook = functools.partial(note, seen, sys.excepthook)
+        mine.end_world()
+    sys.excepthook(ValueError, ValueError(), None)
+    assert seen == [ValueError]
+    assert capsys.readouterr().err == "[rank0]: ValueError\n"
+
+
+def test_a_process_that_asks_leaves_no_hook(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", hook := lambda *_: None)
+    monkeypatch.setattr(Session, "build", lambda *_: None)
+    monkeypatch.setattr(Epochs, "wait_to_join", lambda *_: None)
+    with pytest.raises(SystemExit):
+        session("0.1").ask_to_join(None)
+    assert sys.excepthook is hook
