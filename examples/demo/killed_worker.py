@@ -41,7 +41,7 @@ class Record:
 
 def tell(**event: object) -> None:
     """Print an event."""
-    print(json.dumps(event), flush=True)
+    print(json.dumps(event) + "\n", end="", flush=True)  # one write: other ranks print, too
 
 
 def train(config: Config, corpus: Corpus) -> list[list[float]]:
