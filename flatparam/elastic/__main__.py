@@ -20,7 +20,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+from ..common.warned import warn_user
 from ..fsdp.desync.liveness import begin_process, heartbeat
 from ..fsdp.desync.stores import Store
 from ..fsdp.errors import StateError, StoreGoneError
@@ -49,7 +51,23 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("the environment has no RANK: start it with torchrun")
+    if _may_lose_no_machine():
+        warn_user(
+            "flatparam.elastic: torchrun ends the job when a machine is lost, as its rendezvous is c10d: start it with "
+            "`--rdzv-backend static --node-rank ... --master-addr ...` on each machine",
+            (),
+        )
     return _Slot(os.environ["RANK"], [given.script, *given.args]).run(given.max_joins)
+
+
+def _may_lose_no_machine() -> bool:
+    """Whether torchrun, which has started this process, has several agents that meet over c10d."""
+    given: list[str] = []
+    with contextlib.suppress(OSError):
+        given = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("=", "\0").split("\0")
+    ours = given.index("flatparam.elastic") if "flatparam.elastic" in given else 0
+    is_dynamic = "c10d" in [*given[:ours], os.environ.get("PET_RDZV_BACKEND")]
+    return is_dynamic and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 class _Slot:

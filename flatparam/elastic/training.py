@@ -444,7 +444,9 @@ def start(
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not by_agent:
         warn_user(
-            "elastic.start: the store is in rank 0, so the job ends if that rank is lost: start it with torchrun", ()
+            "elastic.start: the store is in rank 0, so the job ends if that rank is lost: start it with torchrun, and "
+            "without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            (),
         )
     if MEMBER not in os.environ:
         warn_user(
