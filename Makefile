@@ -56,7 +56,8 @@ coverage:
 	@$(call ENVIRONMENT,build demo test coverage) $(BUILD) "$$py" tools/covered.py $(ARGS)
 
 instructions:
-	@$(call ENVIRONMENT,build) "$$py" -m benchmarks.bench_instructions --check $(ARGS)
+	@$(call ENVIRONMENT,build) $(BUILD) "$$py" -m benchmarks.bench_instructions --check $(ARGS) && \
+	"$$py" -m benchmarks.bench_step_instructions --check $(ARGS)
 
 lint:
 	@$(call ENVIRONMENT,build demo lint) $(BUILD) set -x; \

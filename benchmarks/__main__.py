@@ -19,6 +19,7 @@ from benchmarks.rows import Row, Table
 ROOT = Path(__file__).parents[1]
 TABLES = {  # by the letter of docs/performance.md
     "instructions": "bench_instructions",
+    "step_instructions": "bench_step_instructions",
     "pack": "bench_pack",
     "views": "bench_views",
     "optimizer": "bench_optimizer",

@@ -39,7 +39,7 @@ def measure(quick: bool) -> Table:
 
 def _row(way: str, units: int, n: int, quick: bool) -> Row:
     low = torch.bfloat16 if way == "bf16" else None
-    steps = {name: _step(_wrapped(name, units, n, low, "checkpointed" in way), low) for name in NAMES}
+    steps = {name: _step(wrapped(name, units, n, low, "checkpointed" in way), low) for name in NAMES}
     rounds = max(4, min(20, 4000 // (units * n)) // (6 if quick else 1))
     [(_, medians)] = in_turn(steps, 3 if quick else 5, rounds, warm_up=3).items()
     bound = BOUNDS.get((units, n)) if way == "fp32" else None
@@ -47,7 +47,7 @@ def _row(way: str, units: int, n: int, quick: bool) -> Row:
     return Row.of(way, f"{units} x {n}", "ms", BARE, medians, 1e3, targets, units=units, parameters=n, world=WORLD)
 
 
-def _wrapped(name: str, units: int, n: int, low: torch.dtype | None, checkpointed: bool) -> nn.Module:
+def wrapped(name: str, units: int, n: int, low: torch.dtype | None, checkpointed: bool = False) -> nn.Module:
     model: nn.Module = Unit(n) if units == 1 else Stack(units, n)
     if checkpointed and isinstance(model, Stack):
         model.units = nn.ModuleList(checkpoint_wrapper(unit) for unit in model.units)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import _flat_param
 
 import flatparam
-from benchmarks import bench_instructions, bench_scaling, contestants, document, rows
+from benchmarks import bench_instructions, bench_scaling, bench_step_instructions, contestants, document, rows
 from benchmarks.measuring import in_turn
 from benchmarks.models import Stack, Unit
 from benchmarks.worlds import fake_world
@@ -67,6 +67,28 @@ def test_instructions_are_those_of_a_phase_and_all_that_it_calls():
     assert bench_instructions._inclusive(PROFILE) == {"first": 111, "second": 45}
 
 
+def test_a_step_is_counted_without_what_the_group_does():
+    profile = """
+summary: 1000
+fn=(1) step
+16 7
+cfn=(2) c10d::FakeProcessGroup::gather
+calls=2 0
+* 300
+fn=(2)
+20 100
+cfn=(3) c10d::FakeProcessGroup::copy
+calls=1 0
+* 200
+fn=(4) other
+5 3
+cfn=(2)
+calls=1 0
+* 150
+"""
+    assert bench_step_instructions.instructions(profile) == 1000 - 300 - 150
+
+
 def check_of(monkeypatch, tmp_path, kept, counted):
     """The status of ``--check`` with these kept and counted."""
     monkeypatch.setattr(bench_instructions, "KEPT", tmp_path / "kept.json")
@@ -95,6 +117,24 @@ def test_without_valgrind_one_line_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_instructions", "--check"])
     assert bench_instructions.main() == 0
     assert "not measured: no valgrind here" in capsys.readouterr().out
+
+
+def test_steps_are_not_counted_without_valgrind(monkeypatch, capsys):
+    monkeypatch.setattr(bench_step_instructions.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["bench_step_instructions", "--check"])
+    assert bench_step_instructions.main() == 0
+    assert "not measured: no valgrind here" in capsys.readouterr().out
+
+
+def test_a_step_with_too_many_instructions_fails_the_check(monkeypatch, capsys):
+    module = bench_step_instructions
+    monkeypatch.setattr(module, "_library", lambda folder: folder)
+    monkeypatch.setattr(sys, "argv", ["bench_step_instructions", "--check"])
+    for share, status in ((1.0, 0), (1.01, 1)):
+        counts = {module.BARE: 1000.0, module.RUNTIME: 1000.0 * share * min(module.BOUNDS.values())}
+        monkeypatch.setattr(module, "_counts", lambda name, sizes, _, counts=counts: dict.fromkeys(sizes, counts[name]))
+        assert module.main() == status
+    assert "MISSED" in capsys.readouterr().out
 
 
 def test_kept_counts_are_of_every_phase_of_the_driver():
