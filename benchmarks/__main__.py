@@ -50,11 +50,11 @@ def main() -> int:
             return done.returncode
         print(f"   ({time.monotonic() - start:.0f} s)\n", flush=True)
         tables.append(Table.load(json_file))
-    machine = _machine()
-    (out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
+    facts = machine()
+    (out / "machine.json").write_text(json.dumps(facts, indent=1) + "\n")
     missed = [(table, row) for table in tables for row in table.rows if row.met is False]
     checked = sum(row.met is not None for table in tables for row in table.rows)
-    print(f"== {checked - len(missed)} of {checked} targets met; {', '.join(f'{k}: {v}' for k, v in machine.items())}")
+    print(f"== {checked - len(missed)} of {checked} targets met; {', '.join(f'{k}: {v}' for k, v in facts.items())}")
     for table, row in missed:
         print(f"   missed: {table.key}. {row.what}, {row.size}: {_told(row)}; target {row.target}")
     kept = [Table.load(out / f"{name}.json") for name in TABLES if (out / f"{name}.json").is_file()]
@@ -62,7 +62,7 @@ def main() -> int:
     drawn = picture.draw(by_key, out)
     if arguments.docs:
         page = ROOT / "docs" / "performance.md"
-        document.write(by_key, machine, page)
+        document.write(by_key, facts, page)
         picture.draw(document.read(page), page.parent)
     print(f"== {out}/*.json, {', '.join(map(str, drawn))}")
     return 0
@@ -83,7 +83,7 @@ def _environment() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if not name.startswith("FSDP_")}, **fixed}
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -31,12 +31,12 @@ def write(
     ``machine`` stands in the place of the table ``machine_key`` of both.
     """
     said = {machine_key: [", ".join(f"{name}: {value}" for name, value in machine.items()) + "."]}
-    _replace({key: markdown(table) for key, table in tables.items()} | said, path)
+    replace({key: markdown(table) for key, table in tables.items()} | said, path)
     judged = {key: table.rows for key, table in tables.items() if any(row.target for row in table.rows)}
-    _replace({key: _targets(rows) for key, rows in judged.items()} | said, targets)
+    replace({key: _targets(rows) for key, rows in judged.items()} | said, targets)
 
 
-def _replace(parts: Mapping[str, list[str]], path: Path) -> None:
+def replace(parts: Mapping[str, list[str]], path: Path) -> None:
     text = path.read_text()
     for key, lines in parts.items():
         start, end = f"<!-- table {key} -->\n", "<!-- end -->"
