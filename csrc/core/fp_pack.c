@@ -190,3 +190,48 @@ fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat
     }
     return FP_OK;
 }
+
+enum { BLOCK = 1024 }; /* elements: the sums of a block stay in the first cache, whatever n is */
+
+static void
+divide(void *sums, fp_dtype dtype, size_t n, double divisor)
+{
+    for (size_t i = 0; dtype == FP_F64 && i < n; i++) {
+        ((double *)sums)[i] /= divisor;
+    }
+    for (size_t i = 0; dtype == FP_F32 && i < n; i++) {
+        ((float *)sums)[i] /= (float)divisor;
+    }
+}
+
+fp_status
+fp_add_parts(const void *const *parts, size_t n, fp_dtype dtype, void *to, fp_dtype to_dtype, double divisor,
+             int64_t begin, int64_t end)
+{
+    const size_t bytes = fp_dtype_bytes(dtype), to_bytes = fp_dtype_bytes(to_dtype);
+    if (parts == NULL || n == 0 || to == NULL || begin < 0 || begin > end || !fits(end, bytes) || !fits(end, to_bytes)) {
+        return FP_EINVAL;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (parts[i] == NULL) {
+            return FP_EINVAL;
+        }
+    }
+    const fp_dtype wide = dtype == FP_F64 ? FP_F64 : FP_F32;
+    const fp_cast_table *table = fp_cast_current();
+    union {
+        double f64[BLOCK];
+        float f32[BLOCK];
+    } sums;
+    for (size_t at = (size_t)begin; at < (size_t)end; at += BLOCK) {
+        const size_t count = (size_t)end - at < BLOCK ? (size_t)end - at : BLOCK;
+        for (size_t i = 0; i < n; i++) {
+            (*table)[dtype][wide][i == 0 ? 0 : FP_OP_ADD]((const char *)parts[i] + at * bytes, &sums, count, 1.0);
+        }
+        if (divisor != 1.0) {
+            divide(&sums, wide, count, divisor);
+        }
+        (*table)[wide][to_dtype][0](&sums, (char *)to + at * to_bytes, count, 1.0);
+    }
+    return FP_OK;
+}

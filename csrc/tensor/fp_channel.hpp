@@ -80,7 +80,7 @@ c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tenso
 c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole,
                                               double factor = 1.0);
 c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
-// For groups of two ranks: each sends `sent` to the other.
+// Each rank sends each rank, in rank order, an equal part of `sent`; of two ranks, each sends the other all of it.
 c10::intrusive_ptr<c10d::Work> exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent);
 
 // Issue a collective from Python: call collectives.name(output, input, group), which also waits. announce() it before.
