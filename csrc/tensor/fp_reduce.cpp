@@ -55,6 +55,10 @@ enum class Way {
     exchange, // gloo: each rank sends each other one its part, and adds what it receives in rank order: half of the bytes
 };
 
+// Of more than two ranks each receives as many bytes as the gradient has. New memory for more of them takes longer than the
+// bytes that are not sent (benchmarks/bench_reduce.py).
+constexpr size_t most_exchanged = size_t{4} << 20;
+
 Way
 way_over(const fp_group &group, const at::Tensor &tensor, PyObject *collectives)
 {
@@ -65,7 +69,8 @@ way_over(const fp_group &group, const at::Tensor &tensor, PyObject *collectives)
         return Way::backend;
     }
     const bool adds = tensor.is_cpu() && core_dtype(c10::toRealValueType(tensor.scalar_type()));
-    return adds ? Way::exchange : Way::in_place;
+    const bool is_faster = group.native->getSize() == 2 || tensor.nbytes() <= most_exchanged;
+    return adds && is_faster ? Way::exchange : Way::in_place;
 }
 
 // The part of reduce_input that the rank `after` this one keeps: [total / size of group].

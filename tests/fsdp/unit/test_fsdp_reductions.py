@@ -1,8 +1,10 @@
 """Collectives of the runtime's reductions on gloo, and their sums beside arithmetic.
 
 Promises:
-- gloo ranks send each other the part of a gradient that the other keeps, half of an all-reduce's bytes, in one call, and get
-  the bits of a sum in fp32 in rank order that is rounded once: `test_ranks_exchange_parts_and_add_them_in_rank_order`
+- gloo ranks send each other the part of a gradient that the other keeps, half of an all-reduce's bytes, in one call,
+  and get the bits of a sum in fp32 in rank order that is rounded once:
+  `test_ranks_exchange_parts_and_add_them_in_rank_order`
+- more than 4 MiB of more than two ranks are reduced in their own memory: `test_large_gradients_need_no_memory_beside`
 - a failed or forgotten exchange leaves nothing to add: `test_gradients_that_are_forgotten_are_not_added_later`
 """
 
@@ -95,6 +97,29 @@ def test_ranks_exchange_parts_and_add_them_in_rank_order(world_size):
         mean = mean_of(dtype, world_size)
         torch.testing.assert_close(whole, mean, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(whole.signbit() | whole.isnan(), mean.signbit() | mean.isnan())
+
+
+def large():
+    """The elements of the reductions of 4 MiB, and of a few bytes more."""
+    found = []
+    for numel in (2**20, 2**20 + 3):
+        module = Weighted(torch.float32)
+        module.weight = nn.Parameter(torch.zeros(numel))
+        model = FSDP(module, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        with Sent() as sent:
+            model(torch.full((), 2.0)).backward()
+        (param,) = model.parameters()
+        assert (param.grad == 2.0).sum() == min(param.grad.numel(), numel - dist.get_rank() * param.grad.numel())
+        found += [each for each in sent.found if "gather" not in each[0]]
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_large_gradients_need_no_memory_beside(world_size):
+    ways = {2: [("alltoall_base_", 2**19), ("alltoall_base_", 2**19 + 2)]}
+    ways[4] = [("alltoall_base_", 2**20), ("allreduce_", 2**20 + 4)]
+    assert run_ranks(large, world_size) == [ways[world_size]] * world_size
 
 
 def forgotten():
