@@ -209,7 +209,8 @@ fp_add_parts(const void *const *parts, size_t n, fp_dtype dtype, void *to, fp_dt
              int64_t begin, int64_t end)
 {
     const size_t bytes = fp_dtype_bytes(dtype), to_bytes = fp_dtype_bytes(to_dtype);
-    if (parts == NULL || n == 0 || to == NULL || begin < 0 || begin > end || !fits(end, bytes) || !fits(end, to_bytes)) {
+    if (parts == NULL || n == 0 || to == NULL || begin < 0 || begin > end || !fits(end, bytes) ||
+        !fits(end, to_bytes)) {
         return FP_EINVAL;
     }
     for (size_t i = 0; i < n; i++) {

@@ -217,8 +217,8 @@ add_parts(const at::Tensor &target, const std::vector<at::Tensor> &parts, double
     const int64_t reals = target.is_complex() ? 2 : 1;
     at::parallel_for(0, reals * target.numel(), grain_bytes / static_cast<int64_t>(target.element_size()),
                      [&](int64_t begin, int64_t end) {
-                         const fp_status status = fp_add_parts(memory.data(), memory.size(), from_dtype, to, to_dtype,
-                                                               divisor, begin, end);
+                         const fp_status status =
+                             fp_add_parts(memory.data(), memory.size(), from_dtype, to, to_dtype, divisor, begin, end);
                          TORCH_CHECK(status == FP_OK, "flatparam: adding failed with status ", status);
                      });
 }

@@ -100,7 +100,7 @@ add_received(fp_flat_buffer &flat, const fp_group &group)
     const int64_t size = group.native->getSize(), rank = group.native->getRank(), numel = own.numel();
     std::vector<at::Tensor> parts;
     for (int64_t k = 0; k < size; k++) {
-        parts.push_back(k == rank    ? own
+        parts.push_back(k == rank   ? own
                         : size == 2 ? flat.received
                                     : alias(flat.received, numel, int64_t{1}, k * numel));
     }

@@ -91,7 +91,8 @@ test_pair(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
 
 /* The sum of n parts in order, divided, at element i: in fp64 for fp64, else in fp32. */
 static void
-add_element(unsigned char *const *parts, size_t n, fp_dtype dtype, void *to, fp_dtype to_dtype, double divisor, size_t i)
+add_element(unsigned char *const *parts, size_t n, fp_dtype dtype, void *to, fp_dtype to_dtype, double divisor,
+            size_t i)
 {
     volatile double f64 = fp_load_f64(parts[0], i, dtype); /* volatile: each step is rounded */
     volatile float f32 = fp_load_f32(parts[0], i, dtype);
