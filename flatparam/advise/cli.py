@@ -25,6 +25,7 @@ from flatparam.advise.report import (
     nothing_fits,
     table,
     title,
+    with_elastic,
 )
 from flatparam.advise.timing import Cluster
 from flatparam.common.parsing import Parser
@@ -233,6 +234,7 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
         f"{len(fitting)} of {len(found)} tried fit" + ("" if options.all else ", of each strategy the best is shown"),
         does_not_fit(found, fitting, question),
         in_full_precision(found[0], question),
+        with_elastic(fitting[0], question),
         assumptions(question),
     ]
     return "\n".join([head, "", table(shown), "", LEGEND, "", *filter(None, last)]), 0

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatparam.advise.candidates import Candidate, Question
+from flatparam.common.redundancy import MOST
 from flatparam.common.tables import aligned, human
 from flatparam.inspect.planning import names_of
 
@@ -147,6 +148,13 @@ def how_to_step(candidate: Candidate, question: Question) -> str:
     return f"{batches}; {dtypes}; optimizer {question.optimizer}"
 
 
+def with_elastic(candidate: Candidate, question: Question) -> str:
+    """Return a line with the host memory that training with ``flatparam.elastic`` takes; one rank: nothing."""
+    kept = {name: candidate.plan.kept_by_elastic(question.world_size, name) for name in MOST}
+    told = " or ".join(f'{human(size)} with redundancy="{name}"' for name, size in kept.items())
+    return f"flatparam.elastic keeps in host memory of each rank: {told}" if any(kept.values()) else ""
+
+
 def in_full_precision(candidate: Candidate, question: Question) -> str:
     """Return a line for the case that no ``--param-dtype`` was given and the model computes in fp32; else nothing."""
     if question.param_dtype is not None or torch.float32 not in candidate.compute_dtypes:
@@ -194,12 +202,12 @@ def as_json(
             "bytes_per_second": {"intra": cluster.intra, "inter": cluster.inter},
             "latency": {"intra": cluster.intra_latency, "inter": cluster.inter_latency},
         },
-        "fitting": [_entry(one) for one in fitting],
-        "too_large": [_entry(one) for one in too_large],
+        "fitting": [_entry(one, question.world_size) for one in fitting],
+        "too_large": [_entry(one, question.world_size) for one in too_large],
     }
 
 
-def _entry(one: Candidate) -> dict[str, Any]:
+def _entry(one: Candidate, world_size: int) -> dict[str, Any]:
     return {
         "strategy": one.strategy,
         "inner": one.inner,
@@ -213,6 +221,7 @@ def _entry(one: Candidate) -> dict[str, Any]:
             "between_steps": one.plan.between_steps,
             "peak": one.peak,
             "activations": one.activations,
+            "kept_by_elastic": {name: one.plan.kept_by_elastic(world_size, name) for name in MOST},
         },
         "sent": {
             "intra": round(one.intra),

@@ -15,22 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.errors import CheckpointError
+from ..common.redundancy import stripe_of
 from ..fsdp.desync.checked_collectives import exchange, issue, wait
 from ..fsdp.desync.events import SetupCollective
 from .epochs import Epoch
 from .snapshot import Key, checksum, read
-
-MOST = {"parity": 4, "buddy": 2}  # ranks of a group
-_WORD = 8
-
-
-def group_of(rank: int, size: int, redundancy: str) -> list[int]:
-    """Return the ranks of the group of ``rank``: at least two, if ``size`` is, and ranks that lie apart.
-
-    Neighbours are often in one machine, so they are in different groups where there are several.
-    """
-    groups = max(1, min(-(-size // MOST[redundancy]), size // 2))
-    return list(range(rank % groups, size, groups))
 
 
 class Kept(NamedTuple):
@@ -47,20 +36,32 @@ class Kept(NamedTuple):
 class Generation:
     """The snapshots of one step on this rank: its own, ``data``, and its parity of the others in its group.
 
-    ``ranks``: the group, numbers of ranks in ``epoch``. ``is_whole``: the parity is complete here. ``old``: one that is
-    not used any more, whose memory may be taken.
+    ``ranks``: the group, numbers of ranks in ``epoch``. ``is_whole``: the parity is complete here. ``before``: the
+    generation before; ``old``: one that is not used any more. What they do not need of their memory is taken.
     """
 
-    def __init__(self, epoch: Epoch, step: int, number: int, ranks: list[int], longest: int, old: Generation | None):
+    def __init__(
+        self,
+        epoch: Epoch,
+        step: int,
+        number: int,
+        ranks: list[int],
+        longest: int,
+        before: Generation | None,
+        old: Generation | None,
+    ):
         self.epoch, self.number, self.ranks = epoch, number, ranks
         self.key: Key = (epoch.number, step)
-        others = max(1, len(ranks) - 1)
-        self.stripe = -(-longest // (others * _WORD)) * _WORD
-        length = self.stripe * others
+        self.stripe = stripe_of(longest, len(ranks))
+        length = self.stripe * max(1, len(ranks) - 1)
         self.data: Tensor = _of_length(length, None if old is None else old.data)
-        self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if old is None else old._got)
+        # of two ranks, what is received stays as the parity
+        giver = before if before is not None and before.is_whole and len(before.ranks) > 2 else old
+        self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if giver is None else giver._got)
+        if giver is not None:
+            giver._got = self._got[:0]
         self.parity = self._got[:0]
-        self.is_whole = len(ranks) == 1
+        self.is_whole: bool = len(ranks) == 1
         self._sums = 0
         self._work: Any = None
         self._over: Any = None

@@ -28,6 +28,7 @@ from .. import _C
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.optimizers import labelled
 from ..checkpoint.progress import newest_of
+from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import gather_objects, run
@@ -36,7 +37,7 @@ from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from .epochs import Epoch, Epochs, store_of_job
-from .parity import MOST, Generation, Kept, group_of, rebuild
+from .parity import Generation, Kept, rebuild
 from .process import MEMBER
 from .resizing import check_model, enter, leave
 from .snapshot import Key, Plan, read
@@ -156,7 +157,8 @@ class Session:
             del self.generations[:-1]
         ranks = group_of(number, size, self._redundancy)
         longest = max(lengths[one] for one in ranks)
-        generation = Generation(self.epoch, self.step, number, ranks, longest, old)
+        before = self.generations[-1] if self.generations else None
+        generation = Generation(self.epoch, self.step, number, ranks, longest, before, old)
         plan.write(generation.data)
         self.generations.append(generation)
         generation.send(self._group)

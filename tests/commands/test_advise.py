@@ -198,6 +198,8 @@ def test_memory_is_that_of_real_models(capsys, tmp_path, strategy):
             assert memory["peak"] == peak
             assert memory["activations"] == 100 * 64 // count
             assert memory["total"] == memory["peak"] + memory["activations"]
+            for redundancy, kept in memory["kept_by_elastic"].items():
+                assert kept == plan.kept_by_elastic(8, redundancy)
 
 
 def of_a_real_model(strategy, one):

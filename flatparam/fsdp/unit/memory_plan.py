@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.layout import FlatLayout
+from ...common.redundancy import bytes_of_copies
 from ...common.tables import aligned, human, merged
 from ..sharding.placement import Placement, Row
 from .unit import Unit
@@ -55,6 +56,7 @@ class UnitPlan:
     - ``reduces_each``: whether each micro-batch in ``no_sync`` has ``wire`` and ``reduced`` too.
     - ``offloads``: whether ``kept`` lies in host memory, except for up to three units at a time.
     - ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` lie in host memory.
+    - ``shards``: the number of different shards; other ranks have replicas of them.
     """
 
     name: str
@@ -76,6 +78,7 @@ class UnitPlan:
     reduces_each: bool = False
     offloads: bool = False
     on_host: bool = False
+    shards: int = 1
 
 
 _NO_UNIT = UnitPlan("")
@@ -120,6 +123,11 @@ class MemoryPlan:
         ``every``: each unit has a line.
         """
         return _table(self, every)
+
+    def kept_by_elastic(self, world_size: int, redundancy: str = "parity") -> int:
+        """The bytes of host memory that the loop of ``flatparam.elastic`` keeps more on a rank of ``world_size``."""
+        state = sum((unit.shard + unit.optimizer) * unit.shards // world_size for unit in self.units)
+        return bytes_of_copies(state, world_size, redundancy)
 
     def __str__(self) -> str:
         return self.table()
@@ -183,6 +191,7 @@ def plan_unit(
         reduces_each=nested,
         offloads=offloads,
         on_host=on_host,
+        shards=flats[0].layout.world_size if flats else 1,
     )
 
 
