@@ -31,6 +31,7 @@ namespace fp {
 struct Pending {
     c10::intrusive_ptr<c10d::Work> work; // null: none is under way
     fp_group *group = nullptr;           // the group of the last collective, borrowed
+    at::Tensor received; // of an exchange: what the other ranks send; undefined: there is none, or it is used
     // may: between fp_flat_buffers_begin() and _end(), where collectives join into one call. joined: this one has begun there,
     // and the work of that call replaces its work.
     enum class Join { alone, may, joined } join = Join::alone;
@@ -39,10 +40,11 @@ struct Pending {
     {
         return work != nullptr;
     }
-    void begin(fp_group &over, c10::intrusive_ptr<c10d::Work> begun)
+    void begin(fp_group &over, c10::intrusive_ptr<c10d::Work> begun, at::Tensor receives = {})
     {
         group = &over;
         work = std::move(begun);
+        received = std::move(receives);
         join = join == Join::may ? Join::joined : join;
     }
     void end_join(const c10::intrusive_ptr<c10d::Work> &all)

@@ -78,9 +78,8 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     fp::Accumulated accumulated;
     at::Tensor unreduced;    // nested: [total], of this backward alone: more of it will come
     at::Tensor reduce_input; // of the pending reduction, in precision.reduces_in(shard)
-    at::Tensor received; // the parts that other ranks add to this rank's part of the input; undefined after the wait
-    // Its output: until the wait it may be a slice of the input, and is undefined while there are received parts. Then the
-    // reduced gradient, on the host valid from has_arrived on.
+    // Its output: until the wait it may be a slice of the input, and of an exchange it is undefined. Then the reduced
+    // gradient, on the host valid from has_arrived on.
     at::Tensor reduce_output;
     fp::Pending reduction;
     bool is_divided = false;                       // the reduced gradient is divided by postdivide already

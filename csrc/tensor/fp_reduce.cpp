@@ -88,8 +88,8 @@ void
 begin_exchange(fp_flat_buffer &flat, fp_group &group)
 {
     const at::Tensor sent = group.native->getSize() == 2 ? part_of(flat, group, 1) : flat.reduce_input;
-    flat.received = at::empty(sent.sizes(), sent.options());
-    flat.reduction.begin(group, exchange(group, flat.received, sent));
+    const at::Tensor received = at::empty(sent.sizes(), sent.options());
+    flat.reduction.begin(group, exchange(group, received, sent), received);
 }
 
 // reduce_output = the parts of all ranks, in rank order, / postdivide if no collective follows.
@@ -97,19 +97,18 @@ void
 add_received(fp_flat_buffer &flat, const fp_group &group)
 {
     const at::Tensor own = part_of(flat, group, 0);
+    at::Tensor &received = flat.reduction.received;
     const int64_t size = group.native->getSize(), rank = group.native->getRank(), numel = own.numel();
     std::vector<at::Tensor> parts;
     for (int64_t k = 0; k < size; k++) {
-        parts.push_back(k == rank   ? own
-                        : size == 2 ? flat.received
-                                    : alias(flat.received, numel, int64_t{1}, k * numel));
+        parts.push_back(k == rank ? own : size == 2 ? received : alias(received, numel, int64_t{1}, k * numel));
     }
     const bool is_last = flat.outer_group == nullptr && flat.replicate_group == nullptr;
-    const at::Tensor sum = size == 2 ? flat.received : at::empty({numel}, own.options());
+    const at::Tensor sum = size == 2 ? received : at::empty({numel}, own.options());
     add_parts(sum, parts, is_last ? flat.postdivide : 1.0);
     flat.is_divided = is_last;
     flat.reduce_output = sum;
-    flat.received.reset();
+    received.reset();
     flat.reduce_input.reset();
 }
 
@@ -121,7 +120,7 @@ wait_for_reduction(fp_flat_buffer &flat)
     const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction.work;
     try {
         wait_for(flat.reduction);
-        if (flat.received.defined()) {
+        if (flat.reduction.received.defined()) {
             const WithoutGil released;
             add_received(flat, *flat.reduction.group);
         }
@@ -587,7 +586,7 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
 {
     flat->reduction.work.reset();
     flat->reduce_input.reset();
-    flat->received.reset();
+    flat->reduction.received.reset();
     flat->reduce_output.reset();
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* legal in each state */
