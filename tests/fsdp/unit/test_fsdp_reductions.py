@@ -142,5 +142,6 @@ def forgotten():
 
 
 @pytest.mark.multiprocess
-def test_gradients_that_are_forgotten_are_not_added_later():
-    assert run_ranks(forgotten, 2) == [True, True]
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_are_forgotten_are_not_added_later(world_size):
+    assert run_ranks(forgotten, world_size) == [True] * world_size
