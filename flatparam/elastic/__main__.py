@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("script", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
+    if given.max_joins < 0:
+        parser.error(f"--max-joins: expected 0 or more, got {given.max_joins}")
     if "RANK" not in os.environ:
         parser.error("the environment has no RANK: start it with torchrun")
     if _may_lose_no_machine():
@@ -64,7 +66,7 @@ def _may_lose_no_machine() -> bool:
     """Whether torchrun, which has started this process, has several agents that meet over c10d."""
     given: list[str] = []
     with contextlib.suppress(OSError):
-        given = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("=", "\0").split("\0")
+        given = os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).replace("=", "\0").split("\0")
     ours = given.index("flatparam.elastic") if "flatparam.elastic" in given else 0
     is_dynamic = "c10d" in [*given[:ours], os.environ.get("PET_RDZV_BACKEND")]
     return is_dynamic and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
@@ -89,6 +91,8 @@ class _Slot:
             status, why = self._wait(member)
             if not why:
                 return status
+            if status < 0 and self._epochs(member).has_left():
+                return 128 - status  # what the script does after the loop is not done
             print(f"flatparam.elastic: {why}", file=sys.stderr, flush=True)
             self._epochs(member).end(member, why)
         self._epochs(member).wait_to_join(self._slots)  # it does not ask, so this is the job's end
@@ -113,29 +117,41 @@ class _Slot:
         Returns: its exit status, or that of the job; why another process is to follow, or nothing.
         """
         watches = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else a training process has the store
+        has_failed = False
         drops: Iterator[Epoch | None] | None = None
         stopped = math.inf
         while True:
             found, status = os.waitpid(self._child, _CHANGES)
-            if found and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
-                self._child = 0
-                status = os.waitstatus_to_exitcode(status)
-                why = f"{member} was killed by {signal_name(-status)}" if status < 0 else ""
-                return status, f"{member} was replaced" if status == REPLACED else why
-            if found:
+            has_ended = found and (os.WIFEXITED(status) or os.WIFSIGNALED(status))
+            if found and not has_ended:
                 stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
                 continue
+            code = 0
+            if has_ended:
+                self._child = 0
+                code = os.waitstatus_to_exitcode(status)
+                if code < 0:
+                    return code, f"{member} was killed by {signal_name(-code)}"
+                if code == REPLACED:
+                    return code, f"{member} was replaced"
+            is_long = time.monotonic() - stopped > (heartbeat() or math.inf)
             try:
                 drops = drops or (self._epochs(member).drops(self._slots) if watches else itertools.repeat(None))
-                if epoch := next(drops):
+                if (not has_ended or code) and (epoch := next(drops)):
                     self._end(signal.SIGTERM)
                     return REPLACED, f"{member} was replaced in epoch {epoch.number}: {epoch.reason}"
-                is_long = time.monotonic() - stopped > (heartbeat() or math.inf)
+                if watches and has_ended and not code:
+                    self._epochs(member).finish()  # the loop may have been left early
                 if watches and is_long and self._epochs(member).wait_for_end(0.0):
                     self._end(signal.SIGTERM)
                     return 0, ""
             except (StateError, StoreGoneError):
-                watches, drops = False, None  # so the job ends
+                watches, drops, has_failed = False, None, True  # so the job ends
+            if has_ended:
+                return code, ""
+            if has_failed and is_long:
+                self._end(signal.SIGTERM)
+                return 1, ""
             signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
 
     def _run_script(self, member: str) -> int:
@@ -151,7 +167,9 @@ class _Slot:
         end = time.monotonic() + _GRACE
         with contextlib.suppress(ChildProcessError):  # ``_wait`` has just seen its end
             while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
-                os.kill(self._child, number if time.monotonic() < end else signal.SIGKILL)
+                if number:
+                    os.kill(self._child, number)
+                number = 0 if time.monotonic() < end else signal.SIGKILL  # once: a handler of the script may take long
                 os.kill(self._child, signal.SIGCONT)
                 time.sleep(0.05)
         self._child = 0

@@ -10,7 +10,8 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 | ``here/N/MEMBER`` | that member | it has come to epoch N |
 | ``ended/MEMBER`` | its launcher | it was killed |
 | ``asks``, ``ask/I`` | a new process | it asks to join |
-| ``done`` | a rank | the job has ended well |
+| ``left/MEMBER`` | that member | it has come to the end of the loop |
+| ``done`` | a rank, or the launcher of one that has ended | the job has ended well |
 """
 
 from __future__ import annotations
@@ -193,6 +194,13 @@ class Epochs:
         while not (is_done := self._store.check(["done"])) and time.monotonic() < end:
             time.sleep(min(0.05, seconds))
         return is_done
+
+    def leave(self) -> None:
+        """Say that this process has come to the end of the loop."""
+        self._store.set(f"left/{self.me}", "")
+
+    def has_left(self) -> bool:
+        return self._store.check([f"left/{self.me}"])
 
     def finish(self) -> None:
         """Say that the job has ended well."""

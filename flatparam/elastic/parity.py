@@ -80,8 +80,7 @@ class Generation:
         if self._work is not None:
             wait(self._work, self._over, self.data.device)
             first, *others = self._got.split(self.stripe)
-            add(first, others)
-            self.parity = first.clone() if others else first
+            self.parity = add(first.clone(), others) if others else first
             self._sums = checksum(self.parity)
             self.drop_work()
             self.is_whole = True

@@ -180,7 +180,8 @@ class Session:
     def epoch_after(self, error: Exception) -> Epoch:
         """Return the epoch that follows on the loss that has caused ``error``. Raises: ``error`` if no rank is lost."""
         is_of_ranks = isinstance(error, OrderError | CheckpointError)
-        if not is_of_ranks and not (isinstance(error, RuntimeError) and TRANSPORT.search(str(error))):
+        is_of_transport = isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
+        if isinstance(error, StateError) or not (is_of_ranks or is_of_transport):
             raise error
         members, begin = self.epoch.members, time.monotonic()
         board = liveness.board() if dist.is_initialized() else None
@@ -226,7 +227,8 @@ class Session:
     def _find_state(self) -> _Found | str:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
         kept = [one.check() for one in self.generations]
-        told = gather_objects(SetupCollective.RESIZES, (kept, newest_of(self.model)), _world())
+        newest = newest_of(self.model) if kept else None  # what a new process has built from is no news
+        told = gather_objects(SetupCollective.RESIZES, (kept, newest), _world())
         if None in told:  # of a rank in ``start``
             return _NOT_COMMITTED
         refused: dict[Key, list[str]] = {}
@@ -253,7 +255,7 @@ class Session:
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
         extra = enter(self.model, self.optimizer, found.here)
-        self.generations = [one for one in self.generations if one.key <= found.key]
+        self.generations = [one for one in self.generations if one.key <= found.key][-2:]
         self.step = extra["step"]
         torch.set_rng_state(extra["rng"])
         _set_state(self.extra, extra["extra"])
@@ -272,6 +274,10 @@ class Session:
             self.joins = None
 
     def steps(self, until: int) -> Iterator[int]:
+        yield from self._steps(until)
+        self.epochs.leave()
+
+    def _steps(self, until: int) -> Iterator[int]:
         while True:
             self.has_recovered = False
             try:

@@ -5,14 +5,16 @@ Promises:
   `test_a_late_member_is_waited_for`
 - if a rank does not come to the first epoch in time, all ranks are told which, also those that come later or join, and
   those that would have waited longer: `test_a_rank_that_does_not_start_is_named_on_all`
+- that error is not taken for the loss of a rank: `test_the_error_of_a_start_is_no_loss`
 """
 
+import datetime
 import threading
 import time
 
 import pytest
 
-from flatparam.elastic import epochs
+from flatparam.elastic import epochs, training
 from flatparam.elastic.epochs import Epoch, Epochs
 from flatparam.fsdp.desync.stores import in_memory
 from flatparam.fsdp.errors import StateError
@@ -59,3 +61,14 @@ def test_a_rank_that_does_not_start_is_named_on_all():
         "or give it a longer `timeout`"
     )
     assert told == dict.fromkeys(["0.0", "3.0", "3.1", "1.0"], expected)
+
+
+def test_the_error_of_a_start_is_no_loss():
+    store = in_memory()
+    session = training.Session(store, "0.0", 4, "parity", 1, datetime.timedelta(seconds=60))
+    session._attempts = 1
+    error = StateError("give it a longer `timeout`")
+    with pytest.raises(StateError) as found:
+        session.epoch_after(error)
+    assert found.value is error
+    assert session.epochs.after(Epoch(-1, [])) is None

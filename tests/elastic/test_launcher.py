@@ -7,6 +7,12 @@ Promises:
   `test_a_signal_after_the_end_of_the_child_ends_the_launcher`
 - a stopped process that an epoch has dropped is ended and replaced, also one that had joined:
   `test_a_dropped_process_is_replaced`
+- so is one that has ended by an error after it was dropped: `test_a_dropped_process_that_fails_is_replaced`
+- a process that is ended gets one signal, and time for its handler: `test_a_handler_of_the_script_runs_once`
+- a process that ends with status 0 ends the job, also if it has left the loop early:
+  `test_a_process_that_ends_well_ends_the_job`
+- the launcher of a process that is killed after the loop has a status that is not 0:
+  `test_a_process_that_is_killed_after_the_loop_fails_the_job`
 - if the job ends as a rank is missing, each process ends by its own error:
   `test_a_job_that_ends_before_it_begins_replaces_nobody`
 - a process that is stopped for longer than the heartbeat at the end of the job is ended, and the launcher's status is
@@ -107,6 +113,53 @@ def test_a_dropped_process_is_replaced(monkeypatch, capfd):
     epochs |= {"epoch/3": '[["0.0", "1.0", "2.1"], 1, "2.1 joined"]', "epoch/4": '[["0.0", "1.0"], 1, "2.1 is silent"]'}
     assert status_of_run(monkeypatch, epochs, [die, stop, lambda: end_with(8, 0.3)]) == 8
     assert "2.1 was replaced in epoch 4: 2.1 is silent" in capfd.readouterr().err
+
+
+DROPPED = {"epoch/1": '[["0.0", "1.0"], 0, "2.0 is silent"]'}
+
+
+def slot_with_child(monkeypatch, status):
+    """A launcher whose process has ended, and the job's store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = in_memory()
+    monkeypatch.setattr(launcher, "store_of_job", lambda: store)
+    slot = launcher._Slot("2", [])
+    slot._child = forked(lambda: end_with(status))
+    os.waitid(os.P_PID, slot._child, os.WEXITED | os.WNOWAIT)
+    return slot, store
+
+
+def test_a_dropped_process_that_fails_is_replaced(monkeypatch):
+    slot, store = slot_with_child(monkeypatch, 1)
+    for key, value in DROPPED.items():
+        store.set(f"flatparam elastic/{key}", value)
+    assert slot._wait("2.0") == (launcher.REPLACED, "2.0 was replaced in epoch 1: 2.0 is silent")
+
+
+def test_a_handler_of_the_script_runs_once(monkeypatch, tmp_path):
+    def handle():
+        def at_end(number, frame):
+            with (tmp_path / "signals").open("a") as file:
+                file.write("x")
+            time.sleep(0.5)
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, at_end)
+        time.sleep(20.0)
+
+    assert status_of_run(monkeypatch, DROPPED, [handle, lambda: end_with(7)]) == 7
+    assert (tmp_path / "signals").read_text() == "x"
+
+
+def test_a_process_that_ends_well_ends_the_job(monkeypatch):
+    for status, is_done in ((1, False), (0, True)):
+        slot, store = slot_with_child(monkeypatch, status)
+        assert slot._wait("2.0") == (status, "")
+        assert store.check(["flatparam elastic/done"]) == is_done
+
+
+def test_a_process_that_is_killed_after_the_loop_fails_the_job(monkeypatch):
+    assert status_of_run(monkeypatch, {"left/2.0": "", "done": ""}, [die, stop]) == 128 + signal.SIGKILL
 
 
 def test_a_job_that_ends_before_it_begins_replaces_nobody(monkeypatch, capfd):

@@ -113,6 +113,7 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
             optimizer.zero_grad()
             schedule.step()
             log[step] = (elastic.size(), loss.item())
+            assert len(session.generations) <= 3
             while events and events[0][0] == step:
                 (_, one, what), *events = events
                 if one in (rank, None):
