@@ -67,7 +67,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             print(f"{row.key:<54}{row.self_cpu_time_total / options.steps / 1e3:>8.3f} ms")
     calls = {row.key: row.count // options.steps for row in rows if row.key.startswith("c10d::")}
     gathers = sum(count for name, count in calls.items() if "gather" in name)
-    # gloo ranks exchange the parts of a gradient, and add
+    # two gloo ranks exchange the parts of a gradient, and add
     reductions = sum(count for name, count in calls.items() if "reduce" in name or "alltoall" in name)
     megabytes = model.memory_plan().peak_alone / 1e6
     print(

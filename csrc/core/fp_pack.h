@@ -47,11 +47,3 @@ fp_status fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, 
  * NULL segments become zero bytes. Returns FP_OK, FP_EINVAL or FP_EOVERFLOW with nothing written. */
 fp_status fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
                       const void *fill_item);
-
-/* to[begin, end) = (parts[0] + ... + parts[n - 1]) / divisor, in one pass over memory. They are added one after the other in
- * fp32, in fp64 if dtype is FP_F64, and divided in it; the result is rounded to to_dtype once, or twice from fp64.
- *   parts, n  n >= 1 arrays of dtype, each with end elements. `to` may be one of them if to_dtype is dtype; any other overlap
- *             is not allowed
- * Returns FP_OK, or FP_EINVAL (no part, a NULL, not a type, begin < 0, begin > end) with nothing written. */
-fp_status fp_add_parts(const void *const *parts, size_t n, fp_dtype dtype, void *to, fp_dtype to_dtype, double divisor,
-                       int64_t begin, int64_t end);

@@ -31,7 +31,6 @@ namespace fp {
 struct Pending {
     c10::intrusive_ptr<c10d::Work> work; // null: none is under way
     fp_group *group = nullptr;           // the group of the last collective, borrowed
-    at::Tensor received; // of an exchange: what the other ranks send; undefined: there is none, or it is used
     // may: between fp_flat_buffers_begin() and _end(), where collectives join into one call. joined: this one has begun there,
     // and the work of that call replaces its work.
     enum class Join { alone, may, joined } join = Join::alone;
@@ -40,11 +39,10 @@ struct Pending {
     {
         return work != nullptr;
     }
-    void begin(fp_group &over, c10::intrusive_ptr<c10d::Work> begun, at::Tensor receives = {})
+    void begin(fp_group &over, c10::intrusive_ptr<c10d::Work> begun)
     {
         group = &over;
         work = std::move(begun);
-        received = std::move(receives);
         join = join == Join::may ? Join::joined : join;
     }
     void end_join(const c10::intrusive_ptr<c10d::Work> &all)
@@ -82,7 +80,7 @@ c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tenso
 c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole,
                                               double factor = 1.0);
 c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
-// Each rank sends each rank, in rank order, an equal part of `sent`; of two ranks, each sends the other all of it.
+// For groups of two ranks: each sends `sent` to the other.
 c10::intrusive_ptr<c10d::Work> exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent);
 
 // Issue a collective from Python: call collectives.name(output, input, group), which also waits. announce() it before.

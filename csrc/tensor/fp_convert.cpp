@@ -202,27 +202,6 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
     }
 }
 
-void
-add_parts(const at::Tensor &target, const std::vector<at::Tensor> &parts, double divisor)
-{
-    std::vector<const void *> memory;
-    for (const at::Tensor &part : parts) {
-        check_memory(part);
-        memory.push_back(part.const_data_ptr());
-    }
-    check_memory(target);
-    void *const to = target.mutable_data_ptr();
-    const fp_dtype from_dtype = core_dtype(c10::toRealValueType(parts.at(0).scalar_type())).value(),
-                   to_dtype = core_dtype(c10::toRealValueType(target.scalar_type())).value();
-    const int64_t reals = target.is_complex() ? 2 : 1;
-    at::parallel_for(0, reals * target.numel(), grain_bytes / static_cast<int64_t>(target.element_size()),
-                     [&](int64_t begin, int64_t end) {
-                         const fp_status status =
-                             fp_add_parts(memory.data(), memory.size(), from_dtype, to, to_dtype, divisor, begin, end);
-                         TORCH_CHECK(status == FP_OK, "flatparam: adding failed with status ", status);
-                     });
-}
-
 at::Tensor
 divided(at::Tensor tensor, double divisor, at::ScalarType dtype)
 {

@@ -42,10 +42,6 @@ void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::
 // target (+)= source * scale, both 1-D and equally long; one pass if both are on the CPU, or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);
 
-// target = the sum of parts / divisor, by fp_add_parts (core/fp_pack.h): all on the CPU, contiguous and equally long, the parts
-// of one dtype; complex numbers as pairs.
-void add_parts(const at::Tensor &target, const std::vector<at::Tensor> &parts, double divisor);
-
 // tensor / divisor, rounded to tensor's dtype and then to dtype. tensor may be changed, and returned.
 at::Tensor divided(at::Tensor tensor, double divisor, at::ScalarType dtype);
 

@@ -78,7 +78,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     fp::Accumulated accumulated;
     at::Tensor unreduced;    // nested: [total], of this backward alone: more of it will come
     at::Tensor reduce_input; // of the pending reduction, in precision.reduces_in(shard)
-    // Its output: until the wait it may be a slice of the input, and of an exchange it is undefined. Then the reduced
+    // Its output: until the wait it may be a slice of the input, or what the other of two ranks adds to it. Then the reduced
     // gradient, on the host valid from has_arrived on.
     at::Tensor reduce_output;
     fp::Pending reduction;

@@ -89,65 +89,6 @@ test_pair(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
     free(expected);
 }
 
-/* The sum of n parts in order, divided, at element i: in fp64 for fp64, else in fp32. */
-static void
-add_element(unsigned char *const *parts, size_t n, fp_dtype dtype, void *to, fp_dtype to_dtype, double divisor,
-            size_t i)
-{
-    volatile double f64 = fp_load_f64(parts[0], i, dtype); /* volatile: each step is rounded */
-    volatile float f32 = fp_load_f32(parts[0], i, dtype);
-    for (size_t k = 1; k < n; k++) {
-        f64 = f64 + fp_load_f64(parts[k], i, dtype);
-        f32 = f32 + fp_load_f32(parts[k], i, dtype);
-    }
-    f64 = f64 / divisor;
-    f32 = f32 / (float)divisor;
-    if (dtype != FP_F64) {
-        fp_store_f32(to, i, to_dtype, f32);
-    }
-    else if (to_dtype == FP_F64) {
-        fp_store_f64(to, i, to_dtype, f64);
-    }
-    else {
-        fp_store_f32(to, i, to_dtype, (float)f64);
-    }
-}
-
-static void
-test_add_parts(fp_dtype dtype, fp_dtype to_dtype, double divisor)
-{
-    enum { MOST = 2500, PARTS = 5 }; /* more than two blocks */
-    const size_t length = (size_t)random_below(MOST), n = 1 + (size_t)random_below(PARTS);
-    const size_t begin = (size_t)random_below((int64_t)length + 1);
-    const size_t end = begin + (size_t)random_below((int64_t)(length - begin) + 1);
-    const size_t bytes = fp_dtype_bytes(dtype), to_bytes = fp_dtype_bytes(to_dtype);
-    unsigned char *parts[PARTS], *to = malloc(length * to_bytes + 1), *expected = malloc(length * to_bytes + 1);
-    for (size_t k = 0; k < n; k++) {
-        parts[k] = malloc(length * bytes + 1);
-        if (parts[k] == NULL || to == NULL || expected == NULL) {
-            abort();
-        }
-        fill_randomly(parts[k], length * bytes);
-    }
-    unsigned char *const into = dtype == to_dtype && random_below(2) ? parts[n - 1] : to;
-    fill_randomly(to, length * to_bytes);
-    memcpy(expected, into, length * to_bytes);
-    for (size_t i = begin; i < end; i++) {
-        add_element(parts, n, dtype, expected, to_dtype, divisor, i);
-    }
-    CHECK_EQ(fp_add_parts((const void *const *)parts, n, dtype, into, to_dtype, divisor, (int64_t)begin, (int64_t)end),
-             FP_OK);
-    for (size_t i = 0; i < length; i++) {
-        CHECK(i >= begin && i < end ? same(into, expected, i, to_dtype)
-                                    : memcmp(into + i * to_bytes, expected + i * to_bytes, to_bytes) == 0);
-    }
-    for (size_t k = 0; k < n; k++) {
-        free(parts[k]);
-    }
-    free(to);
-    free(expected);
-}
-
 /* Every 16-bit value, both ways through fp32. */
 static void
 test_all_halves(void)
@@ -192,15 +133,6 @@ test_refusals(void)
     CHECK_EQ(fp_pack(good, 1, FP_F32, flat, FP_F32, 0, INT64_MAX, NULL), FP_EINVAL);
     CHECK_EQ(fp_pack_raw(good, 1, 0, flat, 0, 8, NULL), FP_EINVAL);
     CHECK_EQ(fp_pack_raw(good, 1, INT64_MAX, flat, 0, 8, NULL), FP_EOVERFLOW);
-    const void *const parts[] = {data, data}, *const missing[] = {data, NULL};
-    CHECK_EQ(fp_add_parts(NULL, 2, FP_F32, flat, FP_F32, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 0, FP_F32, flat, FP_F32, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(missing, 2, FP_F32, flat, FP_F32, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 2, FP_F32, NULL, FP_F32, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 2, (fp_dtype)9, flat, FP_F32, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 2, FP_F32, flat, (fp_dtype)9, 1.0, 0, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 2, FP_F32, flat, FP_F32, 1.0, -1, 4), FP_EINVAL);
-    CHECK_EQ(fp_add_parts(parts, 2, FP_F32, flat, FP_F32, 1.0, 4, 3), FP_EINVAL);
     for (int i = 0; i < 8; i++) {
         CHECK(flat[i] == 9);
     }
@@ -225,9 +157,6 @@ main(void)
         for (int i = 0; i < 16 * 4 * 40; i++) {
             const fp_pack_opts opts = {.has_scale = i & 1, .accumulate = i >> 1 & 1, .scale = 0.7};
             test_pair((fp_dtype)(i >> 2 & 3), (fp_dtype)(i >> 4 & 3), &opts);
-        }
-        for (int i = 0; i < 16 * 3 * 4; i++) {
-            test_add_parts((fp_dtype)(i & 3), (fp_dtype)(i >> 2 & 3), i % 3 == 0 ? 1.0 : i % 3 == 1 ? 1.5 : 8.0);
         }
     }
     CHECK(levels >= 1);

@@ -112,7 +112,7 @@ class Reference:
             grads = [torch.zeros_like(param) if grad is None else grad for grad in grads]
             wire = self._wire(param)
             if self.nested:
-                grads = [self._sum_parts([grads[rank].to(wire) / self.before for rank in row]) for row in self.rows]
+                grads = [self._sum([grads[rank].to(wire) / self.before for rank in row]) for row in self.rows]
             if kept is not None or not synced or self.nested:
                 grads = [grad.to(param.dtype) for grad in grads]
                 grads = grads if kept is None else [a + b for a, b in zip(kept, grads, strict=True)]
@@ -129,28 +129,16 @@ class Reference:
         return reduced or (None if self.phase["strategy"].startswith("LAYER_ZERO") else low) or param.dtype
 
     def _sum(self, tensors):
-        """The sum of an all-reduce."""
         total = tensors[0]
         for tensor in tensors[1:]:
             total = total + tensor
         return total
 
-    def _sum_parts(self, tensors, divisor=1.0):
-        """The sum of sharded gradients, divided: ranks exchange parts, add them in fp32 at least, and round once."""
-        wire = tensors[0].dtype
-        return (self._sum([tensor.to(torch.promote_types(wire, torch.float32)) for tensor in tensors]) / divisor).to(
-            wire
-        )
-
     def _reduce(self, grads, wire):
         if self.nested:
-            return self._sum_parts([grad.to(wire) for grad in grads]) / self.after
+            return self._sum([grad.to(wire) for grad in grads]) / self.after
         sent = [grad.to(wire) / self.before for grad in grads]
-        if self.phase["strategy"] == "NO_SHARD":
-            return self._sum(sent) / self.after
-        if len(self.rows) == 1:
-            return self._sum_parts(sent, self.after)
-        return self._sum([self._sum_parts([sent[rank] for rank in row]) for row in self.rows]) / self.after
+        return self._sum([self._sum([sent[rank] for rank in row]) for row in self.rows]) / self.after
 
     def _step(self):
         clip = self.phase["clip"]

@@ -157,8 +157,6 @@ class Unsharded:
         self.ranks = ranks
         self.low = PRECISIONS[case["precision"]][0]
         self.wire = wire_of(case)
-        # ranks that have one shard each exchange their parts, add them in fp32 and round once; others add on the wire
-        self.adds_in = torch.float32 if case["strategy"] in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1") else self.wire
 
     def gradients(self, batch, rank):
         """In the dtype of computation."""
@@ -178,10 +176,10 @@ class Unsharded:
                 if len(batches) > 1:
                     new = [grad.float() for grad in new]
                 kept = new if kept is None else [a + b for a, b in zip(kept, new, strict=True)]
-            sent = [(grad.to(self.wire) / before).to(self.adds_in) for grad in kept]
+            sent = [grad.to(self.wire) / before for grad in kept]
             totals = sent if totals is None else [a + b for a, b in zip(totals, sent, strict=True)]
         for param, grad in zip(self.module.parameters(), totals, strict=True):
-            grad = (grad / after).to(self.wire).float()
+            grad = (grad / after).float()
             param.grad = grad if param.grad is None else param.grad + grad
 
 

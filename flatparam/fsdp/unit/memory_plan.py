@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.collectives import is_sliced
 from ...common.layout import FlatLayout
 from ...common.redundancy import bytes_of_copies
 from ...common.tables import aligned, human, merged
@@ -83,7 +82,6 @@ class UnitPlan:
 
 
 _NO_UNIT = UnitPlan("")
-_MOST_EXCHANGED = 4 << 20  # most_exchanged in csrc/tensor/fp_reduce.cpp
 
 
 class Moment(NamedTuple):
@@ -145,7 +143,6 @@ def plan_unit(
     nested: bool = False,
     offloads: bool = False,
     on_host: bool = False,
-    exchanges: bool = False,
 ) -> UnitPlan:
     """The plan of a unit with the flat parameters ``flats``.
 
@@ -155,7 +152,6 @@ def plan_unit(
     - ``nested``: whether the accumulated gradient is sharded over these ranks too.
     - ``offloads``: whether the accumulated gradient lies in host memory between micro-batches.
     - ``on_host``: whether the shards lie in host memory.
-    - ``exchanges``: whether ranks send each other the parts of a gradient and add them, as those of gloo do.
     """
     total: Any = Counter()
     inner = copy_shards if nested else 0  # the ranks of the first of two reductions
@@ -174,8 +170,6 @@ def plan_unit(
         wire = padded * on_wire.itemsize
         into = inner or layout.world_size
         reduced = wire // into if into > 1 else 0
-        if exchanges and into > 2 and wire <= _MOST_EXCHANGED:
-            reduced = wire  # what is received: as much as is sent; of two ranks half, to which they add
         last = wire // layout.world_size if inner else 0
         total.update(
             gradient=shard * dtype.itemsize,
@@ -297,8 +291,6 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
     """The plan of an existing unit. ``optimizer_bytes``: bytes of state for each element of its shard."""
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.flat_params]
     placement = unit.options.placement
-    group = placement.param if placement.outer is not None else placement.optim
-    is_on_cpu = all(one.flat.device.type == "cpu" for one in unit.flat_params) and unit.options.device is None
     return plan_unit(
         name,
         flats,
@@ -308,7 +300,6 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
         nested=placement.outer is not None,
         offloads=unit.options.offload_grads,
         on_host=unit.options.device is not None,
-        exchanges=is_on_cpu and group is not None and is_sliced(group, torch.device("cpu")),
     )
 
 

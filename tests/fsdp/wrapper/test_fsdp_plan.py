@@ -10,7 +10,6 @@ Promises:
 
 import dataclasses
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -29,12 +28,9 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 
 PEAK = """
-import contextlib
-import os
 import sys
 sys.path.insert(0, "tests/support")
 import torch
-import torch.distributed as dist
 from torch import nn
 from gloo import fake_world
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,15 +38,13 @@ from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedP
 
 strategy, low, prefetch, whole = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
 kind = sys.argv[5]  # a backward added to an earlier one, one alone, or micro-batches in no_sync
-is_gloo = "RANK" in os.environ  # of torchrun
 
 
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
-        large = 2**20 // (4 if is_gloo else 1)
-        small = large // (2 if whole else 1)  # then a quarter of the shards is padding
-        self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(n)) for n in (large, large, small, small))
+        small = 2**19 if whole else 2**20  # then a quarter of the shards is padding
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(n)) for n in (2**20, 2**20, small, small))
 
     def forward(self, x):
         return x * (self.a * self.b).sum() * (self.c * self.d).sum()
@@ -61,17 +55,8 @@ def status(key):
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-@contextlib.contextmanager
-def gloo_world():
-    dist.init_process_group("gloo")
-    yield
-    dist.barrier()
-    os._exit(0)
-
-
-torch.manual_seed(0)
 torch.set_num_threads(1)
-with gloo_world() if is_gloo else fake_world(4):
+with fake_world(4):
     settings = {
         "sharding_strategy": ShardingStrategy[strategy],
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None,
@@ -94,7 +79,7 @@ with gloo_world() if is_gloo else fake_world(4):
         if kind != "added":
             model.zero_grad()
     planned = {"added": plan.peak, "alone": plan.peak_alone, "kept": plan.peak_no_sync}
-    os.write(1, f"{status('VmHWM') - before} {planned[kind]}\\n".encode())  # at once: other ranks write, too
+    print(status("VmHWM") - before, planned[kind])
 """
 
 
@@ -128,19 +113,6 @@ def test_the_plan_is_what_a_process_takes(settings):
     printed = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True).stdout
     measured, planned = map(int, printed.split())
     assert measured == pytest.approx(planned, rel=0.05), (measured / 2**20, planned / 2**20)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_the_plan_counts_what_gloo_ranks_receive(tmp_path, strategy):
-    script = tmp_path / "peak.py"
-    script.write_text(PEAK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.getcwd()}
-    command += [strategy, "same", "prefetch", "even", "alone"]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    measured, planned = zip(*(map(int, line.split()) for line in printed.splitlines()), strict=True)
-    assert statistics.median(measured) == pytest.approx(planned[0], rel=0.1), (measured, planned)
 
 
 @pytest.mark.parametrize("uo", [False, True])
