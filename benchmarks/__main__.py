@@ -84,6 +84,7 @@ def _environment() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
+    """What figures depend on: the processor, the system, the versions."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -60,9 +60,9 @@ def count() -> dict[str, int]:
         program, out = Path(folder, "driver"), Path(folder, "callgrind.out")
         sources = [str(path) for path in sorted((ROOT / "csrc" / "core").glob("*.c"))]
         flags = [*_flags("C_FLAGS"), *_flags("FLAGS")]
-        _run([*_compiler(), *flags, str(DRIVER), *sources, "-lm", "-o", str(program)])
+        run([*compiler_command(), *flags, str(DRIVER), *sources, "-lm", "-o", str(program)])
         options = ["--collect-atstart=no", "--toggle-collect=phase_*", f"--callgrind-out-file={out}"]
-        _run(["valgrind", "--tool=callgrind", *options, str(program)])
+        run(["valgrind", "--tool=callgrind", *options, str(program)], GLIBC_TUNABLES=BASIC_MEMCPY, LD_BIND_NOW="1")
         return _inclusive(out.read_text())
 
 
@@ -91,17 +91,19 @@ def _flags(name: str) -> list[str]:
     return flags
 
 
-def _compiler() -> list[str]:
+def compiler_command() -> list[str]:
+    """The C compiler, as the command that CC says."""
     return shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or "cc"]
 
 
 def compiler() -> str:
     """The line in which the compiler tells its name and version."""
-    return _run([*_compiler(), "--version"]).partition("\n")[0]
+    return run([*compiler_command(), "--version"]).partition("\n")[0]
 
 
-def _run(command: list[str]) -> str:
-    environment = {**os.environ, "GLIBC_TUNABLES": BASIC_MEMCPY, "LD_BIND_NOW": "1"}
+def run(command: list[str], **settings: str) -> str:
+    """Run ``command`` with ``settings`` as environment variables. Returns: its output. Raises: SystemExit with that."""
+    environment = {**os.environ, **settings}
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -48,6 +48,7 @@ def _row(way: str, units: int, n: int, quick: bool) -> Row:
 
 
 def wrapped(name: str, units: int, n: int, low: torch.dtype | None, checkpointed: bool = False) -> nn.Module:
+    """The model of ``units`` units with ``n`` parameters each, wrapped by the contestant ``name``."""
     model: nn.Module = Unit(n) if units == 1 else Stack(units, n)
     if checkpointed and isinstance(model, Stack):
         model.units = nn.ModuleList(checkpoint_wrapper(unit) for unit in model.units)

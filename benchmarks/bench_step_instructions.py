@@ -11,7 +11,6 @@ import functools
 import gc
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,24 +18,23 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import torch
 from torch import nn
 
+from benchmarks.bench_instructions import compiler_command, run
 from benchmarks.bench_step import wrapped
 from benchmarks.contestants import BARE, FSDP1, OURS, RUNTIME
 from benchmarks.models import SHAPE
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 
-ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).with_name("counting.c")
 NAMES = (BARE, RUNTIME, OURS, FSDP1)
 SIZES = ((1, 400), (24, 12), (48, 10))  # (units, parameters of each)
 BOUNDS = {(1, 400): 0.7, (24, 12): 0.82, (48, 10): 0.82}  # of the runtime over the bare module
 WARM_UP, STEPS = 2, 2
-GROUP = "c10d::FakeProcessGroup::"  # what it does is not counted: it copies, which no group of a device does
+GROUP = "c10d::FakeProcessGroup::"  # its copies are not counted: a group of a device makes none on the host
 
 
 def measure(quick: bool, names: Sequence[str] = NAMES) -> Table:
@@ -64,10 +62,10 @@ def measure(quick: bool, names: Sequence[str] = NAMES) -> Table:
 def _library(folder: Path) -> Path | None:
     """Compile SOURCE into ``folder``; None if there is no valgrind."""
     library = folder / "counting.so"
-    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or "cc"]
     if shutil.which("valgrind") is None:
         return None
-    done = subprocess.run([*compiler, "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library)], capture_output=True)
+    command = [*compiler_command(), "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True)
     return library if done.returncode == 0 else None
 
 
@@ -77,11 +75,7 @@ def _counts(name: str, sizes: Sequence[tuple[int, int]], library: Path) -> dict[
     given = [f"{units}x{n}" for units, n in sizes]
     command = ["valgrind", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={out}"]
     command += [sys.executable, "-m", "benchmarks.bench_step_instructions", "--under", str(library), name, *given]
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    environment.pop("LD_PRELOAD", None)
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"benchmarks: {shlex.join(command)} failed:\n{done.stdout}")
+    run(command, PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
     profiles = (out.with_name(f"{out.name}.{i + 1}").read_text() for i in range(len(sizes)))
     return {
         (units, n): instructions(profile) / (STEPS * units) for (units, n), profile in zip(sizes, profiles, strict=True)

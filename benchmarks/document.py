@@ -37,6 +37,7 @@ def write(
 
 
 def replace(parts: Mapping[str, list[str]], path: Path) -> None:
+    """Write ``parts``, lines by table, to their places in ``path``. Raises: SystemExit: a table has no place there."""
     text = path.read_text()
     for key, lines in parts.items():
         start, end = f"<!-- table {key} -->\n", "<!-- end -->"

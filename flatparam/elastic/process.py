@@ -1,4 +1,4 @@
-"""The words between a training process and the small process that starts it (``__main__.py``). Imports no torch."""
+"""The words between a training process and the small process that starts it (``__main__.py``)."""
 
 import signal
 

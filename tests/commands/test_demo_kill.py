@@ -1,4 +1,4 @@
-"""The demo of a killed rank: what it shows and compares, by a whole run and by events that no process has sent.
+"""The demo of a killed rank: its output and its comparison of losses, in a whole run and with made-up events.
 
 Promises:
 - `make demo ARGS=--kill` kills a rank, times the others, shows the return, and ends with losses equal to those of
