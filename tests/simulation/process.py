@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 _ADDR_NO_RANDOMIZE = 0x0040000  # of personality(): objects have the same addresses in each process
 
 _server: Any = None
@@ -54,13 +55,17 @@ def ask(imported: str, function: Any, *args: Any, patience: float = 600.0) -> An
 
 
 class _Server:
-    def __init__(self) -> None:
+    """The warm process. ``root``: the tree whose flatparam and tests it imports."""
+
+    def __init__(self, root: Path = ROOT) -> None:
         from simulated import build
 
+        folder = root / FOLDER.relative_to(ROOT)
+        self._first = [str(root / "tests" / "support"), str(root)] if root != ROOT else []
         self._proc = tempfile.TemporaryDirectory(prefix="flatparam-proc")
-        in_c = [FOLDER / "seams.h", FOLDER / "disk.h"]
-        preloaded = [build(FOLDER / source, in_c) for source in ("seams.c", "disk.c")]
-        library = build(FOLDER / "world.cpp", [*in_c, *sorted(FOLDER.glob("*.hpp"))])
+        in_c = [folder / "seams.h", folder / "disk.h"]
+        preloaded = [build(folder / source, in_c) for source in ("seams.c", "disk.c")]
+        library = build(folder / "world.cpp", [*in_c, *sorted(folder.glob("*.hpp"))])
         here, there = Pipe()
         self._connection = here
         environment = {
@@ -74,7 +79,7 @@ class _Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulation.process", str(there.fileno()), str(library)],
             env=environment,
-            cwd=FOLDER.parents[1],
+            cwd=root,
             pass_fds=[there.fileno()],
             start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).personality(_ADDR_NO_RANDOMIZE),
@@ -84,7 +89,7 @@ class _Server:
 
     def ask(self, *request: Any) -> Any:
         try:
-            self._connection.send((sys.path, *request))
+            self._connection.send(([*self._first, *sys.path], *request))
             kind, value = pickle.loads(self._connection.recv_bytes())
         except BaseException as error:  # of pytest, too: the next request would take this answer
             self.kill()

@@ -1,0 +1,265 @@
+"""Mended bugs of order, liveness, ownership and interruption, and the edits that undo each: see mutations.py."""
+
+from typing import NamedTuple
+
+CHECKED = "flatparam/fsdp/desync/checked_collectives.py"
+LIVENESS = "flatparam/fsdp/desync/liveness.py"
+TRACE = "flatparam/fsdp/desync/trace.py"
+BOARD = "csrc/desync/fp_board.cpp"
+RENDEZVOUS = "flatparam/checkpoint/rendezvous.py"
+EPOCHS = "flatparam/elastic/epochs.py"
+ELASTIC = "tests/simulation/test_simulated_elastic.py"
+
+# True of programs in which such a fault strikes
+KIND = "any('{}' in each['kind'] for each in program['faults'])"
+TWO = "len(program['faults']) == 2"
+MACHINES = "program['machines']"
+AT_ONCE = "any('interrupted' in each['kind'] and each['point'] < 20 for each in program['faults'])"
+GONE = "[each['kind'] for each in program['faults']] == ['is killed'] and program['host'] is None"
+EARLY = "any(each['point'] < 30 and 'user' not in each['kind'] for each in program['faults'])"
+LONG = "any(each['kind'] == 'is late' and each['seconds'] > 5 for each in program['faults'])"
+
+
+class Mutation(NamedTuple):
+    name: str
+    commit: str  # which mended it
+    broken: str  # what went wrong
+    edits: tuple[tuple[str, str, str], ...]  # file, the mended text, which is there once, and the text in its place
+    only: str = "program['faults']"  # true of each program that can show it, to save time
+    test: str = ""  # a test file to run in place of random programs
+
+
+MUTATIONS = (
+    Mutation(
+        "unheard rank",
+        "ba6e933",
+        "a save waited for ever for a rank that was lost before it had answered a call",
+        (
+            (
+                LIVENESS,
+                """\
+            if absent := ours.absent(rank for rank, key in key_of.items() if not store.check([key])):
+                raise OrderError(absent)
+""",
+                "",
+            ),
+        ),
+        MACHINES,
+    ),
+    Mutation(
+        "world counted twice",
+        "ba6e933",
+        "Ctrl-C in a rank's first call counted its world twice, and the others could not read its posts",
+        (
+            (
+                LIVENESS,
+                "        number = _counting.setdefault(world, str(int(store.value_at(key) or 0) + 1))\n"
+                "        store.set(key, number)\n",
+                "        number = str(store.add(key, 1))\n",
+            ),
+        ),
+        AT_ONCE,
+    ),
+    Mutation(
+        "readers in another group",
+        "ba6e933",
+        "ranks that heard in one group of a lost rank waited for its reading in another one",
+        ((LIVENESS, "        self.native.look(0.0, False)  # the caller", "        # the caller"),),
+        f"{KIND.format('stopped')} and 'LAYER' in program['phases'][-1]['strategy']",
+    ),
+    Mutation(
+        "ended readers",
+        "ba6e933",
+        "a rank that ended waited until ranks had read that had ended on its machine",
+        ((LIVENESS, "others = self._size - 1 - self.native.ended()", "others = self._size - 1"),),
+        GONE,
+    ),
+    Mutation(
+        "refused collective",
+        "83f2718",
+        "a collective of a setup that torch refused to begin raised gloo's text",
+        (
+            (CHECKED, "with _explaining(group, look_of(group)):", "with contextlib.nullcontext():"),
+            (CHECKED, "with _explaining(group, look_of(group, traces=traces)):", "with contextlib.nullcontext():"),
+        ),
+    ),
+    Mutation(
+        "destroyed world",
+        "75f86dd",
+        "an exception after the end of the process group was replaced by torch's ValueError",
+        ((CHECKED, " or not dist.is_initialized():\n        return\n", ":\n        return\n"),),
+        "'raise' in str(program['phases'][1:]) and 'reentrant' in str(program)",
+    ),
+    Mutation(
+        "two lost ranks",
+        "d09cd91",
+        "of two ranks that were lost at one moment the others named one or the other",
+        (
+            (
+                CHECKED,
+                """\
+            if found:
+                for each in traces:  # of several lost ranks all ranks name the same one
+                    each.break_for(found)
+""",
+                "",
+            ),
+        ),
+        TWO,
+    ),
+    Mutation(
+        "rank that does not come",
+        "7df2c37",
+        "a live rank that did not come to a collective of a setup was not named",
+        (
+            (
+                CHECKED,
+                "                _raise_reason(group, look, time.monotonic() - begin)\n",
+                "                look(has_failed=True)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "report of another rank",
+        "113217c",
+        "a rank that went on withdrew the reports of other worlds in its process",
+        (
+            (
+                CHECKED,
+                "[trace for trace in troubled if trace.world() in (None, world)] if troubled else ():",
+                "list(troubled):",
+            ),
+        ),
+    ),
+    Mutation(
+        "unrecorded meeting",
+        "8026ef7",
+        "a rank that saved while others ran the model was told at the time-out",
+        (
+            (
+                RENDEZVOUS,
+                "self._traces = note_meeting(call, parts, self.ranks)",
+                "self._traces = []",
+            ),
+        ),
+    ),
+    Mutation(
+        "other machine",
+        "0f75b70",
+        "a rank of another machine that had answered no call was not known",
+        (
+            (
+                BOARD,
+                ' ||\n                            !value_at(*posts_, key("member ", rank)).empty();',
+                ";",
+            ),
+        ),
+        MACHINES,
+    ),
+    Mutation(
+        "short stop",
+        "2c2a94c",
+        "a rank that was stopped for less than the heartbeat was taken for lost",
+        (
+            (BOARD, "constexpr double share = 0.2; ", "constexpr double share = 0.4; "),
+            (BOARD, "asked_->has_waited(beat_)", "asked_->has_waited(share * beat_)"),
+        ),
+        LONG,
+    ),
+    Mutation(
+        "come to or begun",
+        "c1bd3b6",
+        "ranks that had failed alike were told that they differ",
+        ((TRACE, "if self.core.has_begun(int(index)) and (kept", "if (kept"),),
+        "'raise' in str(program)",
+    ),
+    Mutation(
+        "last verdict",
+        "1fe49c9",
+        "rank 0 ended with the store before the others had read that the save was complete",
+        ((RENDEZVOUS, "if is_last or answer[0] is not None:", "if False:"),),
+        "program['host'] == 0",
+    ),
+    Mutation(
+        "rank before its first unit",
+        "d679042",
+        "a rank was not known before it came to its first unit",
+        (
+            (
+                LIVENESS,
+                "        if pg is not None and watching_worlds.is_in_force:\n            _appear()\n",
+                "",
+            ),
+        ),
+        EARLY,
+    ),
+    Mutation(
+        "ranks that leave",
+        "49fd018",
+        "live ranks that waited in a world were told late that the others had left it, and were taken for lost",
+        (
+            (
+                "flatparam/elastic/training.py",
+                """\
+        board = liveness.board()
+        if board is not None:
+            board.leave("a rank was lost, or joins")
+""",
+                "",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "names of groups",
+        "1399432",
+        "the names of groups parted after a world that was not made",
+        (
+            (
+                "flatparam/fsdp/desync/stores.py",
+                "    dist.distributed_c10d._world.group_count = 0\n",
+                "    pass\n",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "all killed",
+        "1399432",
+        "a new process waited for ever where all ranks were killed",
+        (
+            (
+                EPOCHS,
+                "            if len(self.ended(epoch.members)) == len(epoch.members):\n",
+                "            if False:\n",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "patience without the heartbeat",
+        "1399432",
+        "a member that was late for less than the heartbeat was taken for lost",
+        (
+            (
+                EPOCHS,
+                "(heartbeat() or math.inf) + PATIENCE if epoch.number",
+                "PATIENCE if epoch.number",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "state before the first step",
+        "1399432",
+        "a loss in each of two groups, or in a growth, lost the state",
+        (
+            (
+                "flatparam/elastic/training.py",
+                "self.generations = [one for one in self.generations if one.key <= found.key]",
+                "self.generations = [] if mine is None else [mine]",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+)
