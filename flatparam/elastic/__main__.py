@@ -12,14 +12,13 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import itertools
 import math
 import os
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..common.warned import warn_user
@@ -72,12 +71,52 @@ def _may_lose_no_machine() -> bool:
     return is_dynamic and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
+class _Watch:
+    """What the job's store says of one member, a look a call: nothing any more once the store has failed.
+
+    Nothing either where torchrun keeps no store: a training process has it then.
+    """
+
+    def __init__(self, epochs: Callable[[], Epochs], slots: int):
+        self._epochs, self._slots = epochs, slots
+        self._watches, self._has_failed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", False
+        self._drops: Iterator[Epoch | None] | None = None
+
+    def dropped(self) -> Epoch | None:
+        """Return the epoch that goes on without the member."""
+        with self._look() as watches:
+            if watches:
+                self._drops = self._drops or self._epochs().drops(self._slots)
+                return next(self._drops)
+        return None
+
+    def finish(self) -> None:
+        """The member has ended well. Its loop may have been left early."""
+        with self._look() as watches:
+            if watches:
+                self._epochs().finish()
+
+    def status_of_job(self) -> int | None:
+        """Return 0 if the job has ended, 1 if the store has failed, so that the job ends; else None."""
+        with self._look() as watches:
+            if watches and self._epochs().wait_for_end(0.0):
+                return 0
+        return 1 if self._has_failed else None
+
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[bool]:
+        try:
+            yield self._watches
+        except (StateError, StoreGoneError):
+            self._watches, self._has_failed = False, True
+
+
 class _Slot:
     """The place of one rank, in which one process runs after another. ``argv``: the script and its arguments."""
 
     def __init__(self, slot: str, argv: list[str]):
         self._slot, self._slots, self._argv = slot, int(os.environ["WORLD_SIZE"]), argv
-        self._child = 0
+        self._child, self._stopped = 0, math.inf
 
     def run(self, joins: int) -> int:
         """Return the exit status: in a child of the script; else of the last child, or of the job if it was killed."""
@@ -101,6 +140,7 @@ class _Slot:
     def _fork(self) -> bool:
         """Whether this is the new process, which ends with its parent."""
         parent = os.getpid()
+        self._stopped = math.inf
         self._child = os.fork()
         if self._child == 0:
             for number in _ENDING:
@@ -116,43 +156,36 @@ class _Slot:
 
         Returns: its exit status, or that of the job; why another process is to follow, or nothing.
         """
-        watches = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else a training process has the store
-        has_failed = False
-        drops: Iterator[Epoch | None] | None = None
-        stopped = math.inf
+        watch = _Watch(lambda: self._epochs(member), self._slots)
+        while True:
+            code = self._status()
+            if code is not None and code < 0:
+                return code, f"{member} was killed by {signal_name(-code)}"
+            if code == REPLACED:
+                return code, f"{member} was replaced"
+            if code != 0 and (epoch := watch.dropped()):
+                self._end(signal.SIGTERM)
+                return REPLACED, f"{member} was replaced in epoch {epoch.number}: {epoch.reason}"
+            if code == 0:
+                watch.finish()
+            if code is not None:
+                return code, ""
+            is_long = time.monotonic() - self._stopped > (heartbeat() or math.inf)
+            if is_long and (ends := watch.status_of_job()) is not None:
+                self._end(signal.SIGTERM)
+                return ends, ""
+            signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
+
+    def _status(self) -> int | None:
+        """Return the exit status of the child; None while it runs. Notes when it was stopped."""
         while True:
             found, status = os.waitpid(self._child, _CHANGES)
-            has_ended = found and (os.WIFEXITED(status) or os.WIFSIGNALED(status))
-            if found and not has_ended:
-                stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
-                continue
-            code = 0
-            if has_ended:
+            if not found:
+                return None
+            if os.WIFEXITED(status) or os.WIFSIGNALED(status):
                 self._child = 0
-                code = os.waitstatus_to_exitcode(status)
-                if code < 0:
-                    return code, f"{member} was killed by {signal_name(-code)}"
-                if code == REPLACED:
-                    return code, f"{member} was replaced"
-            is_long = time.monotonic() - stopped > (heartbeat() or math.inf)
-            try:
-                drops = drops or (self._epochs(member).drops(self._slots) if watches else itertools.repeat(None))
-                if (not has_ended or code) and (epoch := next(drops)):
-                    self._end(signal.SIGTERM)
-                    return REPLACED, f"{member} was replaced in epoch {epoch.number}: {epoch.reason}"
-                if watches and has_ended and not code:
-                    self._epochs(member).finish()  # the loop may have been left early
-                if watches and is_long and self._epochs(member).wait_for_end(0.0):
-                    self._end(signal.SIGTERM)
-                    return 0, ""
-            except (StateError, StoreGoneError):
-                watches, drops, has_failed = False, None, True  # so the job ends
-            if has_ended:
-                return code, ""
-            if has_failed and is_long:
-                self._end(signal.SIGTERM)
-                return 1, ""
-            signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
+                return os.waitstatus_to_exitcode(status)
+            self._stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
 
     def _run_script(self, member: str) -> int:
         begin_process()
