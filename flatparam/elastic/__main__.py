@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..common.warned import warn_user
 from ..fsdp.desync.liveness import begin_process, heartbeat
@@ -71,52 +72,14 @@ def _may_lose_no_machine() -> bool:
     return is_dynamic and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
-class _Watch:
-    """What the job's store says of one member, a look a call: nothing any more once the store has failed.
-
-    Nothing either where torchrun keeps no store: a training process has it then.
-    """
-
-    def __init__(self, epochs: Callable[[], Epochs], slots: int):
-        self._epochs, self._slots = epochs, slots
-        self._watches, self._has_failed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", False
-        self._drops: Iterator[Epoch | None] | None = None
-
-    def dropped(self) -> Epoch | None:
-        """Return the epoch that goes on without the member."""
-        with self._look() as watches:
-            if watches:
-                self._drops = self._drops or self._epochs().drops(self._slots)
-                return next(self._drops)
-        return None
-
-    def finish(self) -> None:
-        """The member has ended well. Its loop may have been left early."""
-        with self._look() as watches:
-            if watches:
-                self._epochs().finish()
-
-    def status_of_job(self) -> int | None:
-        """Return 0 if the job has ended, 1 if the store has failed, so that the job ends; else None."""
-        with self._look() as watches:
-            if watches and self._epochs().wait_for_end(0.0):
-                return 0
-        return 1 if self._has_failed else None
-
-    @contextlib.contextmanager
-    def _look(self) -> Iterator[bool]:
-        try:
-            yield self._watches
-        except (StateError, StoreGoneError):
-            self._watches, self._has_failed = False, True
-
-
 class _Slot:
     """The place of one rank, in which one process runs after another. ``argv``: the script and its arguments."""
 
     def __init__(self, slot: str, argv: list[str]):
         self._slot, self._slots, self._argv = slot, int(os.environ["WORLD_SIZE"]), argv
         self._child, self._stopped = 0, math.inf
+        # where torchrun keeps no store, a training process has it
+        self._watches, self._has_failed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", False
 
     def run(self, joins: int) -> int:
         """Return the exit status: in a child of the script; else of the last child, or of the job if it was killed."""
@@ -156,25 +119,36 @@ class _Slot:
 
         Returns: its exit status, or that of the job; why another process is to follow, or nothing.
         """
-        watch = _Watch(lambda: self._epochs(member), self._slots)
+        drops = self._drops(member)
         while True:
             code = self._status()
             if code is not None and code < 0:
                 return code, f"{member} was killed by {signal_name(-code)}"
             if code == REPLACED:
                 return code, f"{member} was replaced"
-            if code != 0 and (epoch := watch.dropped()):
+            if code != 0 and (epoch := self._look(lambda: next(drops))):
                 self._end(signal.SIGTERM)
                 return REPLACED, f"{member} was replaced in epoch {epoch.number}: {epoch.reason}"
             if code == 0:
-                watch.finish()
+                self._look(lambda: self._epochs(member).finish())  # the loop may have been left early
             if code is not None:
                 return code, ""
             is_long = time.monotonic() - self._stopped > (heartbeat() or math.inf)
-            if is_long and (ends := watch.status_of_job()) is not None:
+            if is_long and (self._look(lambda: self._epochs(member).wait_for_end(0.0)) or self._has_failed):
                 self._end(signal.SIGTERM)
-                return ends, ""
+                return int(self._has_failed), ""
             signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
+
+    def _drops(self, member: str) -> Iterator[Epoch | None]:
+        yield from self._epochs(member).drops(self._slots)  # which connects to the store at the first look
+
+    def _look(self, at: Callable[[], Any]) -> Any:
+        """Return what the job's store says; None once it has failed, so that the job ends."""
+        try:
+            return at() if self._watches else None
+        except (StateError, StoreGoneError):
+            self._watches, self._has_failed = False, True
+            return None
 
     def _status(self) -> int | None:
         """Return the exit status of the child; None while it runs. Notes when it was stopped."""
