@@ -78,6 +78,7 @@ class Epochs:
 
     def __init__(self, store: Store, me: str, time_out: float = math.inf):
         self._store, self.me, self._time_out = store.below("flatparam elastic"), me, time_out
+        self._asked = math.inf  # the number of the ask of this process
 
     def first(self, slots: int) -> Epoch:
         """Return epoch 0, the first life of each slot."""
@@ -155,7 +156,8 @@ class Epochs:
 
     def ask(self) -> None:
         """Ask to join."""
-        self._store.set(f"ask/{self._store.add('asks', 1)}", self.me)
+        self._asked = self._store.add("asks", 1)
+        self._store.set(f"ask/{self._asked}", self.me)
 
     def asks(self) -> int:
         """Return how many processes have asked to join so far."""
@@ -184,6 +186,8 @@ class Epochs:
             epoch = self.after(epoch) or epoch
             if self.me in epoch.members:
                 return epoch
+            if epoch.asks >= self._asked:
+                self.ask()  # it said its name too late
             if len(self.ended(epoch.members)) == len(epoch.members):
                 raise StateError("flatparam.elastic: all ranks were killed: start again from the newest checkpoint")
         return None

@@ -43,7 +43,7 @@ from .resizing import check_model, enter, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
-_CONNECTING = datetime.timedelta(seconds=10)  # for a new world: all of its members have come
+_CONNECTING = 10.0  # seconds for a new world: all of its members have come
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # to make a world
 Build = Callable[[], tuple[nn.Module, Any]]
@@ -83,13 +83,15 @@ class Session:
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size = epoch.members.index(self.epochs.me), len(epoch.members)
         hook = sys.excepthook
-        dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=_CONNECTING)
+        # not above the heartbeat: a rank that waited longer for a lost one would be dropped from the next epoch
+        connecting = datetime.timedelta(seconds=min(liveness.heartbeat() or _CONNECTING, _CONNECTING))
+        dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=connecting)
         if self._has_hook:
             sys.excepthook = hook
         self._has_hook = True
         groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
         for ranks in sorted(groups):  # all ranks make all groups
-            made = dist.new_group(list(ranks), timeout=_CONNECTING)
+            made = dist.new_group(list(ranks), timeout=connecting)
             self._group = made if number in ranks else self._group
         for group in all_groups():
             dist.distributed_c10d._set_pg_timeout(self._time_out, group)

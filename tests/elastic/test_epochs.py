@@ -5,6 +5,10 @@ Promises:
   `test_a_late_member_is_waited_for`
 - if a rank does not come to the first epoch in time, all ranks are told which, also those that come later or join, and
   those that would have waited longer: `test_a_rank_that_does_not_start_is_named_on_all`
+- a process that asks to join, and says its name when the others have grown already, asks again:
+  `test_a_process_that_says_its_name_late_joins_later`
+- a rank gives up to connect to a world that is not made before the others drop it from the next one:
+  `test_a_world_is_made_in_less_time_than_the_next_one_waits`
 - that error is not taken for the loss of a rank: `test_the_error_of_a_start_is_no_loss`
 """
 
@@ -38,6 +42,50 @@ def test_a_late_member_is_waited_for(monkeypatch, beat, members):
     finally:
         late.join()
     assert found.members == members
+
+
+def test_a_process_that_says_its_name_late_joins_later(monkeypatch):
+    monkeypatch.setattr(epochs, "_SAYING", 0.01)
+    store = in_memory()
+    rank, joiner = Epochs(store, "0.0"), Epochs(store, "1.1")
+    has_grown, found, say = threading.Event(), [], joiner._store.set
+
+    def say_late(key, value):
+        assert has_grown.wait(30.0)
+        say(key, value)
+
+    monkeypatch.setattr(joiner._store, "set", say_late)
+
+    def joins():
+        joiner.ask()
+        found.append(joiner.wait_to_join(2))
+
+    joining = threading.Thread(target=joins, daemon=True)
+    joining.start()
+    epoch = rank.first(2)
+    for asks in (1, 2):
+        end = time.monotonic() + 30.0
+        while rank.asks() < asks and time.monotonic() < end:
+            time.sleep(0.01)
+        epoch = rank.grown(epoch, asks)
+        has_grown.set()
+    joining.join(30.0)
+    assert (epoch.members, found) == (["0.0", "1.1"], [epoch])
+
+
+@pytest.mark.parametrize("beat", ["2", "6", "60"])
+def test_a_world_is_made_in_less_time_than_the_next_one_waits(monkeypatch, beat):
+    monkeypatch.setenv("FLATPARAM_HEARTBEAT", beat)
+    store = in_memory()
+    session = training.Session(store, "0.0", 2, "parity", 1, datetime.timedelta(seconds=60))
+    store.set("flatparam elastic/here/1/1.0", "")  # it has come, and does not connect
+    began = time.monotonic()
+    asked = []
+    monkeypatch.setattr(training.dist, "init_process_group", lambda *_, timeout, **__: asked.append(timeout) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.make_world(Epoch(1, ["0.0", "1.0"]))
+    left = began + float(beat) + epochs.PATIENCE - time.monotonic()
+    assert 2.0 <= asked[0].total_seconds() < left - 1.0
 
 
 def test_a_rank_that_does_not_start_is_named_on_all():
