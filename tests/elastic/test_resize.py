@@ -128,6 +128,7 @@ def moves(folder, strategy, uo, name, sizes):
         at += 4
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
@@ -135,6 +136,7 @@ def test_resize_equals_save_and_load(tmp_path, strategy, uo, name):
     simulate_ranks(moves, 4, tmp_path, strategy, uo, name, PATH)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", GRIDS)
 def test_strategies_over_two_groups(tmp_path, strategy, uo):

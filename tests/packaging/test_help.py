@@ -11,11 +11,11 @@ import inspect
 import pydoc
 import re
 import subprocess
-import sys
 import textwrap
 import typing
 from pathlib import Path
 
+import forked_scripts
 import pytest
 import torch
 from gloo import fake_world
@@ -138,11 +138,13 @@ MISSPELT = [
 ]
 
 
+PROGRAM = "import runpy; runpy.run_module('flatparam', run_name='__main__', alter_sys=True)"
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("arguments", "message"), MISSPELT, ids=[arguments[-1] for arguments, _ in MISSPELT])
-def test_a_misspelt_name_is_answered_with_the_one_that_is_meant(arguments, message):
+def test_a_misspelt_name_is_answered_with_the_one_that_is_meant(tmp_path):
     options = {"advise": ["--world-size", "2", "--gpu-memory", "1GB"], "inspect": ["--world-size", "2"]}
-    command = [sys.executable, "-m", "flatparam", *arguments, *options.get(arguments[0], [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.rstrip().endswith(message)
+    programs = [(PROGRAM, [*arguments, *options.get(arguments[0], [])]) for arguments, _ in MISSPELT]
+    for end, (arguments, message) in zip(forked_scripts.run(programs, tmp_path), MISSPELT, strict=True):
+        assert end.status == 2, arguments
+        assert end.err.rstrip().endswith(message), arguments

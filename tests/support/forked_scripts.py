@@ -1,28 +1,36 @@
 """Programs that run and end as scripts do, in forks of one process that has imported torch, which takes seconds."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-
 _STARTER = """
-import json, os, sys
-import torch
+import itertools, json, os, sys
+import torch, torch._dynamo, torch.distributed.fsdp
 
-for i, (program, arguments) in enumerate(json.loads(sys.argv[1])):
-    child = os.fork()
-    if child == 0:
-        for number, name in (1, "out"), (2, "err"):
-            os.dup2(os.open(f"{i}.{name}", os.O_CREAT | os.O_WRONLY), number)
-        sys.argv = ["", *arguments]
-        exec(program, {"__name__": "__main__"})
-        break
-    with open(f"{i}.status", "w") as file:
-        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+def start_all():
+    \"\"\"Return the program of a child, and nothing in the parent.\"\"\"
+    numbers = itertools.count()
+    for programs in json.loads(sys.argv[1]):
+        children = {}
+        for program, arguments in programs:
+            i = next(numbers)
+            child = os.fork()
+            if child == 0:
+                for number, name in (1, "out"), (2, "err"):
+                    os.dup2(os.open(f"{i}.{name}", os.O_CREAT | os.O_WRONLY), number)
+                sys.argv = ["", *arguments]
+                return program
+            children[i] = child
+        for i, child in children.items():
+            with open(f"{i}.status", "w") as file:
+                file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+if program := start_all():
+    exec(program, {"__name__": "__main__"})
 """
 
 
@@ -34,7 +42,18 @@ class End(NamedTuple):
 
 def run(programs, folder):
     """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends."""
-    command = [sys.executable, "-c", _STARTER, json.dumps(programs)]
-    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=240)
-    parts = [[(folder / f"{i}.{name}").read_text() for name in ("status", "out", "err")] for i in range(len(programs))]
-    return [End(int(status), out, err) for status, out, err in parts]
+    return [end for (end,) in run_side_by_side([[program] for program in programs], folder)]
+
+
+def run_side_by_side(groups, folder):
+    """The same for groups of programs, one group after the other; return the ends in the same groups."""
+    command = [sys.executable, "-c", _STARTER, json.dumps(groups)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
+    numbers = itertools.count()
+    return [[_end_of(folder, next(numbers)) for _ in group] for group in groups]
+
+
+def _end_of(folder, number):
+    status, out, err = ((folder / f"{number}.{name}").read_text() for name in ("status", "out", "err"))
+    return End(int(status), out, err)

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 
+import forked_scripts
 import pytest
 import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
-from gloo import ends_of_ranks, meet_in_a_server, note, say, script, wait_until_said
+from gloo import ends_of_ranks, meet_in_a_server, note, say, wait_until_said
 from test_fsdp_order import ALL, Chosen
 from torch.distributed.fsdp import StateDictType
 
@@ -112,38 +113,10 @@ def test_what_came_of_values_that_are_lost_is_not_saved(strategy, save):
     assert not left
 
 
-def as_a_script(*arguments):
-    return script(end, *arguments)
-
-
-class AsAChild:
-    """Of the test runner's fork server."""
-
-    def __init__(self, *arguments):
-        self.process = multiprocessing.get_context("forkserver").Process(target=end, args=arguments)
-        self.process.start()
-
-    def wait(self, timeout):
-        self.process.join(timeout)
-        return self.process.exitcode
-
-    def kill(self):
-        self.process.kill()
-
-
-def statuses_of(begun, body, folder):
-    ranks = [begun(str(simulated.build()), str(folder), rank, body) for rank in range(2)]
-    try:
-        return [rank.wait(120.0) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
 def end(library, folder, rank, body):
     """A rank that ends as ``body`` does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=int(rank), world_size=2)
     globals()[body](simulated.use(library, late="computing"))
     dist.destroy_process_group()  # else torch's gloo may abort the process
 
@@ -234,20 +207,45 @@ def saves_what_is_there(device):
     model.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (reads_what_is_lost, 1),
-        (is_told_later, 0),
-        (is_told_of_another_loss, 1),
-        (differs_and_catches, 0),
-        (has_all_values, 0),
-        (saves_what_is_there, 0),
-    ],
-)
-def test_a_process_that_nobody_tells_of_lost_values_ends_with_another_status(body, status, tmp_path):
-    assert statuses_of(as_a_script, body.__name__, tmp_path) == [status, 0]
+STATUSES = {
+    reads_what_is_lost: 1,
+    is_told_later: 0,
+    is_told_of_another_loss: 1,
+    differs_and_catches: 0,
+    has_all_values: 0,
+    saves_what_is_there: 0,
+}
+PROGRAM = f"import sys; import {__name__} as module; module.end(*sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ends")
+    groups = []
+    for body in STATUSES:
+        place = folder / body.__name__
+        place.mkdir()
+        groups.append([(PROGRAM, [str(simulated.build()), str(place), str(rank), body.__name__]) for rank in range(2)])
+    return dict(zip(STATUSES, forked_scripts.run_side_by_side(groups, folder), strict=True))
+
+
+@pytest.mark.parametrize("body", STATUSES)
+def test_a_process_that_nobody_tells_of_lost_values_ends_with_another_status(ends, body):
+    first, second = ends[body]
+    assert (first.status, second.status) == (STATUSES[body], 0), first.err + second.err
 
 
 def test_so_does_a_child(tmp_path):
-    assert statuses_of(AsAChild, reads_what_is_lost.__name__, tmp_path) == [1, 0]
+    """Of the test runner's fork server."""
+    start = multiprocessing.get_context("forkserver").Process
+    arguments = str(simulated.build()), str(tmp_path)
+    children = [start(target=end, args=(*arguments, rank, reads_what_is_lost.__name__)) for rank in range(2)]
+    try:
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(120.0)
+        assert [child.exitcode for child in children] == [1, 0]
+    finally:
+        for child in children:
+            child.kill()

@@ -89,6 +89,7 @@ def is_end_of_with(place, places):
     return linecache.getline(path, line).lstrip().startswith("with ") and place != first
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("strategy", "orig"), [("FULL_SHARD", True), ("FULL_SHARD", False), ("NO_SHARD", True)])
 def test_the_model_is_as_before(strategy, orig, call):

@@ -198,6 +198,7 @@ def all_of(strategy, uo, ranks):
         of_one(strategy, uo, ranks)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*RUNTIME, *DROPIN), (False, True))))
 def test_clearing_gradients_of_zeros_is_told_from_changing_them(strategy, uo):
     run_ranks(all_of, 2, strategy, uo, 2)
@@ -285,6 +286,7 @@ def zeros_on_one_rank_of_all(strategy, uo, ranks):
                 zeros_on_one_rank(strategy, uo, ranks, alone, reduced)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*RUNTIME, *LAYER_ZERO, *DROPIN), (False, True))))
 def test_one_rank_with_gradients_of_zeros_does_as_the_others(strategy, uo):
     """What is kept counts on all ranks or on none, also if the next backward does not come to the unit."""
