@@ -10,6 +10,7 @@ from .faults import HEARTBEAT, Fault
 # Seconds from a fault until each rank that needs the struck one has raised: docs/ranks.md. A waiting rank looks once a
 # second, and stays until the others have read its reason, 2 s at most
 READING = 2.0
+TROUBLED = 2.0  # for which a rank that has caught an error may come back
 AT_ONCE = 1.0 + READING
 STOPPED = 1.2 * HEARTBEAT + AT_ONCE  # it calls the others after 0.2 of the heartbeat
 PROMISED = {
@@ -37,11 +38,15 @@ def told(run: Any) -> dict[int, tuple[str, str, str]]:
     Of an error in which a save or a load passes on what a rank was told, it is the class and the text of that.
     """
     struck = {fault.rank for fault in run.struck}
+    return {rank: error for rank, error in everyones(run).items() if rank not in struck}
+
+
+def everyones(run: Any) -> dict[int, tuple[str, str, str]]:
+    """Return the errors of all ranks, as ``told`` does."""
     found = {}
     for rank, (kind, text, where) in run.errors.items():
-        if rank not in struck:
-            passed_on = PASSED_ON.fullmatch(text)
-            found[rank] = (kind, text, where) if passed_on is None else (*passed_on.groups(), where)
+        passed_on = PASSED_ON.fullmatch(text)
+        found[rank] = (kind, text, where) if passed_on is None else (*passed_on.groups(), where)
     return found
 
 
@@ -68,6 +73,9 @@ def all_are_told_in_time(run: Any, gone: float = AT_ONCE) -> None:
             begins = run.raised.get(fault.rank, struck) if fault.kind == "is out of memory" else struck
             others = sum(again(other) for other in run.struck if other != fault)
             promised = PROMISED.get(fault.kind, gone)
+            if fault.kind == "raises in user code" and fault.seconds:  # it has caught the error, and goes on later
+                promised += TROUBLED
+                last.append((struck + fault.seconds, struck + fault.seconds + promised + others))
             last.append((struck, max(begins, *late, 0.0) + promised + others))
     for rank in told(run):
         assert any(struck <= run.raised[rank] <= end for struck, end in last), run.story
@@ -84,7 +92,31 @@ def all_are_told_alike(run: Any, texts: int = 1) -> None:
         own = (kind == "ValueError" and " could not build its unit: " in text) or kind == "CheckpointError"
         assert kind == "OrderError" or own, run.story
         assert "gloo/" not in text, run.story
+        assert "have not come to their first unit" not in text, run.story  # they have appeared before the first point
         assert any(re.search(NAMED.format(fault.rank), text) for fault in run.struck), run.story
+
+
+def nobody_waits_until_the_lost_have_read(run: Any) -> None:
+    """A rank that is told ends at once. For a run with one fault, in which a rank of the same machine has ended.
+
+    The first rank of a save stays until the others have read that it has failed, 2 s at most.
+    """
+    if any(kind == "CheckpointError" for kind, _, _ in run.errors.values()):
+        return
+    for rank in told(run):
+        assert run.ended[rank] - run.raised[rank] < 0.5, run.story
+
+
+def all_raise_alike(run: Any, texts: int = 1) -> None:
+    """After ranks have caught an error and gone on: all end well, or all but those raise, and one text.
+
+    Who goes on later may find that the others have ended. ``texts``: how many there may be.
+    """
+    late = {fault.rank for fault in run.struck if fault.seconds}
+    assert len({text for rank, (_, text, _) in everyones(run).items() if rank not in late}) <= texts, run.story
+    struck = {fault.rank for fault in run.struck}
+    assert not run.errors or set(run.results) <= struck, run.story
+    assert all(kind in ("OrderError", "CheckpointError") for kind, _, _ in run.errors.values()), run.story
 
 
 def all_are_told_that_the_disk_is_full(run: Any) -> None:

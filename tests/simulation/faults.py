@@ -44,7 +44,7 @@ class Finished(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """``seconds``: for how long the rank is stopped, or late."""
+    """``seconds``: for how long the rank is stopped, or late; or until it goes on, if it catches what it raises."""
 
     kind: str
     rank: int

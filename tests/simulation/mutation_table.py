@@ -8,6 +8,7 @@ TRACE = "flatparam/fsdp/desync/trace.py"
 BOARD = "csrc/desync/fp_board.cpp"
 RENDEZVOUS = "flatparam/checkpoint/rendezvous.py"
 EPOCHS = "flatparam/elastic/epochs.py"
+TRAINING = "flatparam/elastic/training.py"
 ELASTIC = "tests/simulation/test_simulated_elastic.py"
 
 # True of programs in which such a fault strikes
@@ -16,6 +17,7 @@ TWO = "len(program['faults']) == 2"
 MACHINES = "program['machines']"
 AT_ONCE = "any('interrupted' in each['kind'] and each['point'] < 20 for each in program['faults'])"
 GONE = "[each['kind'] for each in program['faults']] == ['is killed'] and program['host'] is None"
+CATCHES = "program['catches']"
 EARLY = "any(each['point'] < 30 and 'user' not in each['kind'] for each in program['faults'])"
 LONG = "any(each['kind'] == 'is late' and each['seconds'] > 5 for each in program['faults'])"
 
@@ -142,6 +144,7 @@ MUTATIONS = (
                 "self._traces = []",
             ),
         ),
+        CATCHES,
     ),
     Mutation(
         "other machine",
@@ -165,6 +168,67 @@ MUTATIONS = (
             (BOARD, "asked_->has_waited(beat_)", "asked_->has_waited(share * beat_)"),
         ),
         LONG,
+    ),
+    Mutation(
+        "backward that a rank catches",
+        "e535b99",
+        "an exception that ended a backward on one rank alone was told at the time-out",
+        (
+            (
+                "flatparam/fsdp/interop/backward_inputs.py",
+                "            _tell(outputs, error)\n            raise\n",
+                "            raise\n",
+            ),
+        ),
+        CATCHES,
+    ),
+    Mutation(
+        "forward that a rank catches",
+        "80414a0",
+        "an exception that ended a forward on one rank alone was told at the time-out",
+        (("flatparam/fsdp/wrapper/forward.py", "            _tell_trouble(wrapper, error)\n", ""),),
+        CATCHES,
+    ),
+    Mutation(
+        "exception in another step",
+        "effdd5c",
+        "ranks that waited in a later step than that of the exception were told at the time-out",
+        ((TRACE, "self._raised < raised:", "self._raised < raised and self.core.passes <= raised[0]:"),),
+        CATCHES,
+    ),
+    Mutation(
+        "exception before a setup",
+        "effdd5c",
+        "ranks that waited in a collective that no trace records were told of an exception at the time-out",
+        ((CHECKED, "            _raise_if_troubled(group, waited)\n            found", "            found"),),
+        CATCHES,
+    ),
+    Mutation(
+        "second exception in a step",
+        "732fb91",
+        "a rank that raised again in a step in which all had raised was taken for a slow one",
+        ((TRACE, "(step, self._raised[1] + 1 if self._raised[0] == step else 1)", "(step, 1)"),),
+        f"{CATCHES} and 'raise' in str(program['phases'][-1])",
+    ),
+    Mutation(
+        "reports of two ranks",
+        "732fb91",
+        "a rank that came back withdrew the report of another one",
+        ((TRACE, "[each for each in found.split(_NEXT) if each and each != old]", "[]"),),
+        CATCHES,
+    ),
+    Mutation(
+        "missed collectives",
+        "afd2b53",
+        "a rank that an exception had kept from a collective met the others in another one",
+        (
+            (
+                TRACE,
+                "                self._settle(*self.core.missed, mine)\n",
+                "                self.core.confirm_not_begun()\n",
+            ),
+        ),
+        CATCHES,
     ),
     Mutation(
         "come to or begun",
@@ -199,7 +263,7 @@ MUTATIONS = (
         "live ranks that waited in a world were told late that the others had left it, and were taken for lost",
         (
             (
-                "flatparam/elastic/training.py",
+                TRAINING,
                 """\
         board = liveness.board()
         if board is not None:
@@ -255,11 +319,77 @@ MUTATIONS = (
         "a loss in each of two groups, or in a growth, lost the state",
         (
             (
-                "flatparam/elastic/training.py",
+                TRAINING,
                 "self.generations = [one for one in self.generations if one.key <= found.key]",
                 "self.generations = [] if mine is None else [mine]",
             ),
         ),
         test=ELASTIC,
+    ),
+    Mutation(
+        "end of others",
+        "4f180a6",
+        "a rank that was replaced took the end of the others for its own, with other values",
+        ((TRAINING, "if is_end and self.epochs.after(self.epoch) is None:", "if is_end:"),),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "copy that is rebuilt in vain",
+        "9f8528b",
+        "one rank alone raised when it rebuilt a copy from corrupt pieces",
+        (
+            (
+                TRAINING,
+                'problem = f"{error}, when it is rebuilt from what the others keep"',
+                "raise",
+            ),
+        ),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "copies without end",
+        "acfdc26",
+        "a rank kept a copy more for each loss",
+        ((TRAINING, "if one.key <= found.key][-2:]", "if one.key <= found.key]"),),
+        test=ELASTIC,
+    ),
+    Mutation(
+        "hooks of all worlds",
+        "f94a3fb",
+        "a rank that had had several worlds printed an error with one prefix for each",
+        ((TRAINING, "        if self._has_hook:\n            sys.excepthook = hook\n", ""),),
+        test="tests/elastic/test_worlds.py",
+    ),
+    Mutation(
+        "rank that does not start",
+        "bcfa5ef",
+        "the ranks of an elastic job waited for ever for one that did not start",
+        ((EPOCHS, "PATIENCE if epoch.number else self._time_out", "PATIENCE if epoch.number else math.inf"),),
+        test="tests/elastic/test_epochs.py",
+    ),
+    Mutation(
+        "error in a resize",
+        "6c4b448",
+        "a rank with an error of its own left a resize, and the others waited for it",
+        (("flatparam/elastic/transport.py", "        problems.append(problem)\n", "        raise\n"),),
+        test="tests/elastic/test_resize_interrupted.py",
+    ),
+    Mutation(
+        "post without its text",
+        "8f73658",
+        "a rank that ended between the two writes of its post hid all later posts",
+        (
+            (
+                BOARD,
+                "    std::erase_if(unread_, [this](int64_t number) {\n",
+                "    bool is_hidden = false;\n    std::erase_if(unread_, [this, &is_hidden](int64_t number) {\n",
+            ),
+            (
+                BOARD,
+                "        if (post.empty()) { /* its rank",
+                "        if ((is_hidden |= post.empty())) { /* its rank",
+            ),
+        ),
+        test="tests/fsdp/desync/test_board.py",
     ),
 )

@@ -7,6 +7,7 @@
 | `phases` | a dict each: `size` and settings of the wrapper (`DEFAULTS`), the optimizer, `ops` |
 | `faults` | of every second seed: what strikes in the last phase, see faults.py; a dict each |
 | `host`, `machines` | the rank whose process has the store, or None; whether each rank has a machine of its own |
+| `catches` | whether ranks catch what their user code raises, alone, and go on with the next op, at once or later |
 
 A phase after the first one goes on from the checkpoint of the phase before, in a new world. An op is a list:
 
@@ -35,7 +36,10 @@ from .faulty_programs import CallsUserCode
 
 TOKENS, ROWS, LENGTH = 7, 2, 3
 DISK_POINTS = 40
-NO_FAULTS = {"faults": [], "host": None, "machines": False}
+CATCHES = 0.15  # of the programs that faults strike
+LONG = 100.0  # seconds after which a rank goes on that has caught an exception: longer than the time-out
+AT_ONE_MOMENT = 0.5  # of those with two faults of one place
+NO_FAULTS = {"faults": [], "host": None, "machines": False, "catches": False}
 HOW = ("call", "call", "call", "call", "twice", "unused", "checkpoint", "reentrant")
 STRATEGIES = (
     "FULL_SHARD",
@@ -322,10 +326,17 @@ def _strike(source, program):
     number = source.choice([1, 1, 1, 2])
     places = range(3) if number == 1 and phase["kind"] == "ours" else range(2)
     drawn = faults.draw(program["seed"], phase["size"], number, points, faults.kinds_of(*places))
-    program["faults"] = [dataclasses.asdict(each) for each in drawn]
     program["machines"] = source.random() < 0.3
     if [each.kind for each in drawn] == ["is killed"] and source.random() < 0.3:
         program["host"] = drawn[0].rank
+    one, other = drawn[0], drawn[-1]
+    if source.random() < CATCHES:
+        drawn = faults.draw(program["seed"], phase["size"], number, points, ["raises in user code"])
+        drawn = [dataclasses.replace(each, seconds=source.choice([0.0, LONG])) for each in drawn]
+        program |= {"host": None, "catches": True}
+    elif faults.KINDS[one.kind][0] == faults.KINDS[other.kind][0] and source.random() < AT_ONE_MOMENT:
+        drawn[-1] = dataclasses.replace(other, point=one.point)
+    program["faults"] = [dataclasses.asdict(each) for each in drawn]
 
 
 def _layer(source, name):

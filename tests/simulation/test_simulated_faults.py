@@ -67,7 +67,6 @@ def test_ranks_of_other_machines_are_told_alike_and_in_time(kind):
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run, gone=checkers.STOPPED)  # some wait in the store: no connection breaks
         checkers.all_are_told_alike(run)
-        assert not any("have not come to their first unit" in text for _, text, _ in run.errors.values()), run.story
 
 
 def test_who_is_interrupted_at_once_tells_the_others():
@@ -83,9 +82,8 @@ def test_who_is_interrupted_at_once_tells_the_others():
 def test_nobody_waits_until_a_lost_rank_has_read(kind):
     seen = 0
     for run, _ in runs(kind, range(20)):
-        for rank in checkers.told(run):
-            seen += 1
-            assert run.ended[rank] - run.raised[rank] < 0.5, run.story
+        checkers.nobody_waits_until_the_lost_have_read(run)
+        seen += len(checkers.told(run))
     assert seen > 10
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import tempfile
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -23,9 +24,11 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
 
 from . import bitwise, checkers, process
-from .faults import Fault, user_code
+from .faults import Fault, UserError, user_code
 from .programs import DEFAULTS, GRIDS, NO_FAULTS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
 from .reference import Reference
+
+ENDS = {"is killed", "raises in user code", "has fewer batches"}  # kinds of faults that end the process at once
 
 
 def play(program):
@@ -40,11 +43,12 @@ def play(program):
     program = NO_FAULTS | program
     where = {"faults": [Fault(**each) for each in program["faults"]], "host": program["host"]}
     where["machines"] = program["machines"]
+    pauses = {each.rank: each.seconds for each in where["faults"]}
     reference = Reference(program)
     carried, seconds, digests = None, 0.0, []
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
         for i, phase in enumerate(program["phases"]):
-            phase = DEFAULTS | phase
+            phase = DEFAULTS | phase | {"caught": [] if program["catches"] else None, "pauses": pauses}
             events = reference.play(phase)
             saved = Path(folder, str(i))
             modules = {rank: build(program) for rank in range(phase["size"])}
@@ -76,26 +80,32 @@ def _check_struck(run, program, saved, wanted):
     """Check a run in which faults have struck, and what it has left on the disk."""
     run = SimpleNamespace(**process.told(run))
     kinds = {fault.kind for fault in run.struck}
+    alike = checkers.all_raise_alike if program["catches"] else checkers.all_are_told_alike
     # Ranks of two groups may meet two faults
-    texts = checkers.all_are_told_alike, len(run.struck) if program["phases"][-1].get("strategy") in GRIDS else 1
+    texts = alike, len(run.struck) if program["phases"][-1].get("strategy") in GRIDS else 1
     if "finds the disk full" in kinds:
         texts = (checkers.all_are_told_that_the_disk_is_full,)
     elif program["host"] is not None:
         texts = (checkers.all_are_told_that_the_store_is_gone,)
     # No connection breaks of ranks that wait in the store for one of another machine
     gone = checkers.STOPPED if program["machines"] else checkers.AT_ONCE
-    for check, *arguments in (
+    checks = [
         (checkers.nobody_waits_for_ever,),
         (checkers.nobody_computes_other_values,),
         (checkers.all_are_told_in_time, gone),
         texts,
-    ):
+    ]
+    if len(run.struck) == 1 and kinds <= ENDS and not (program["machines"] or program["catches"]):
+        checks.append((checkers.nobody_waits_until_the_lost_have_read,))
+    for check, *arguments in checks:
         try:
             check(run, *arguments)
         except AssertionError as error:
             raise AssertionError(f"{error}\nnot true: {check.__name__}") from None
     if saved.exists():
         checkpoint.verify(saved)
+        if program["catches"]:
+            return
         module = build(program)
         checkpoint.load(saved, module)
         for name, param in module.named_parameters():
@@ -140,6 +150,7 @@ class _Rank:
 
     def __init__(self, rank, phase, model, layers, events):
         self.rank, self.phase, self.events = rank, phase, events
+        self.caught = phase["caught"]  # errors that ranks have caught alone: no value is known after one; None: none is
         self.layers, self.model = layers, model
         self.optimizer = OPTIMIZERS[phase["optimizer"]](self.model.parameters())
         self.other = nn.Linear(2, 2)
@@ -150,24 +161,54 @@ class _Rank:
             self._load(*carried)
         self._check_parameters()
         for name, *arguments in self.phase["ops"]:
-            user_code()
-            getattr(self, f"_{name}")(*arguments)
+            pause = 0.0
+            try:
+                user_code()
+                pause = self._pause(name)
+                getattr(self, f"_{name}")(*arguments)
+            except UserError as error:
+                if self.caught is None:
+                    raise
+                self.caught.append(error)
+                time.sleep(pause)
+                self._go_on()
         self._check_parameters()
-        bitwise.check_whole(self.model, self.wanted)
+        if not self.caught:
+            bitwise.check_whole(self.model, self.wanted)
         return self._save(saved)
 
+    def _pause(self, name):
+        """Return for how long this rank may stay away after an exception in the op ``name``, and all are told of it.
+
+        They wait for who may only be slower with what all raise, and for what a rank does alone.
+        """
+        is_alone = name == "evaluate" and self.phase["strategy"] == "NO_SHARD"
+        return 0.0 if name == "raise" or is_alone else self.phase["pauses"].get(self.rank, 0.0)
+
+    def _go_on(self):
+        """Do what a user does who leaves out the rest of an op."""
+        for layer in self.layers.values():
+            layer.raises = None
+        self.model.train()
+        self.optimizer.zero_grad()
+
     def _next(self, kind):
+        """Return what the reference has computed; None: it is not known."""
+        if self.caught:
+            return None
         found, value = next(self.events)
         assert found == kind, (found, kind)
         return value
 
     def _check_parameters(self):
         self.wanted = self._next("parameters")
-        bitwise.check_parameters(self.model, self.wanted)
+        if self.wanted is not None:
+            bitwise.check_parameters(self.model, self.wanted)
 
     def _forward(self, key):
         output = self.model(*batch(key, self.rank))
-        bitwise.check_output(output, self._next("output")[self.rank])
+        if (wanted := self._next("output")) is not None:
+            bitwise.check_output(output, wanted[self.rank])
         return output
 
     def _backward(self, key, synced, backwards=1):
@@ -182,8 +223,9 @@ class _Rank:
     def _step(self):
         if self.phase["clip"] is not None:
             self.model.clip_grad_norm_(self.phase["clip"], float("inf"))
-        bitwise.check_gradients(self.model, self._next("gradients"))
-        bitwise.check_rest(self.model)
+        if (wanted := self._next("gradients")) is not None:
+            bitwise.check_gradients(self.model, wanted)
+            bitwise.check_rest(self.model)
         self.optimizer.step()
         self._clear()
         self._check_parameters()
