@@ -179,6 +179,7 @@ class Epochs:
     def wait_to_join(self, slots: int) -> Epoch | None:
         """Wait until this process is a member, and return its epoch; None: the job has ended.
 
+        It asks again if its name came late.
         Raises: StateError if all members were killed.
         """
         epoch = self.first(slots)

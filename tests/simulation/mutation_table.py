@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "exception in another step",
         "effdd5c",
-        "ranks that waited in a later step than that of the exception were told at the time-out",
+        "an exception in one step was told at the time-out to ranks that waited in a later step",
         ((TRACE, "self._raised < raised:", "self._raised < raised and self.core.passes <= raised[0]:"),),
         CATCHES,
     ),

@@ -5,6 +5,7 @@ the tree, which is removed afterwards. The table in tests/README.md has the resu
 """
 
 import argparse
+import contextlib
 import re
 import shutil
 import subprocess
@@ -48,24 +49,25 @@ def _run_test(root, file):
 
 
 def _play(root, mutation, seeds, seconds):
-    server, begin, played = process._Server(root), time.monotonic(), 0
-    for seed in range(seeds):
-        if not eval(mutation.only, {"program": draw(seed)}):
-            continue
-        if time.monotonic() - begin > seconds:
-            break
-        played += 1
-        error = play_alone(server, seed)[3]
-        if error is not None:
-            server.close()
-            server = process._Server()
-            without = play_alone(server, seed)[3]
-            server.close()
-            if without is not None:
-                raise RuntimeError(f"seed {seed} fails without the bug, too: {without}")
-            return f"seed {seed}", error
-    server.close()
-    return f"no seed below {seed + 1}, of which {played} can show it", None
+    begin, played, error = time.monotonic(), 0, None
+    with contextlib.closing(process._Server(root)) as server:
+        for seed in range(seeds):
+            if not eval(mutation.only, {"program": draw(seed)}):
+                continue
+            if time.monotonic() - begin > seconds:
+                seeds = seed
+                break
+            played += 1
+            error = play_alone(server, seed)[3]
+            if error is not None:
+                break
+    if error is None:
+        return f"no seed below {seeds}, of which {played} can show it", None
+    with contextlib.closing(process._Server()) as server:
+        without = play_alone(server, seed)[3]
+    if without is not None:
+        raise RuntimeError(f"seed {seed} fails without the bug, too: {without}")
+    return f"seed {seed}", error
 
 
 def main():

@@ -7,14 +7,12 @@ Promises:
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.simulation.mutation_table import MUTATIONS, Mutation
 from tests.simulation.mutations import undo
-
-ROOT = Path(__file__).parents[2]
+from tests.simulation.process import ROOT
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -95,7 +95,9 @@ def _check_struck(run, program, saved, wanted):
         (checkers.all_are_told_in_time, gone),
         texts,
     ]
-    if len(run.struck) == 1 and kinds <= ENDS and not (program["machines"] or program["catches"]):
+    # The first rank of a save stays until the others have read that it has failed, 2 s at most
+    is_save = any(kind == "CheckpointError" for kind, _, _ in run.errors.values())
+    if len(run.struck) == 1 and kinds <= ENDS and not (program["machines"] or program["catches"] or is_save):
         checks.append((checkers.nobody_waits_until_the_lost_have_read,))
     for check, *arguments in checks:
         try:
