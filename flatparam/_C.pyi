@@ -196,6 +196,7 @@ class Root:
         collectives: Any,
         watched: tuple[tuple[dict[str, Any], str, Any], ...],
         find_tensors: Callable[[Any], Iterable[torch.Tensor]],
+        min_unit_bytes: int = 0,
     ) -> Root: ...
     state: Final[str]
     def tell(self, model_traces: tuple[ModelTrace, ...], /) -> None: ...

@@ -9,9 +9,26 @@
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
 
-/* Start to gather the unit that came next in the last forward. Stale units have a separate order (next_refreshed): their
- * gathers go over all ranks, and every rank runs every stale unit, but a rank may skip other units. first: the first
- * forward of the unit in this pass. */
+/* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */
+static int
+gathers_ahead(const fp_unit *unit)
+{
+    return (unit->root->prefetch & FP_PREFETCH_FORWARD) ||
+           (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
+}
+
+/* The unit that came after this one in the last forward, if it may be gathered ahead. */
+static fp_unit *
+after(fp_unit *unit)
+{
+    fp_unit *next = unit->next_forward;
+    const int may = next != NULL && next->stale != FP_STALE_YES && fp_fresh_may_gather_ahead(next);
+    return may && fp_unit_is_sharded(next) && fp_fresh_is_of_now(next) == 0 ? next : NULL;
+}
+
+/* Start to gather the unit that came next in the last forward, and the small ones after it. Stale units have a separate
+ * order (next_refreshed): their gathers go over all ranks, and every rank runs every stale unit, but a rank may skip other
+ * units. first: the first forward of the unit in this pass. */
 static int
 prefetch_forward(fp_unit *unit, int first)
 {
@@ -20,7 +37,7 @@ prefetch_forward(fp_unit *unit, int first)
         root->last_forward->next_forward = unit;
     }
     root->last_forward = unit;
-    if (first && fp_unit_has_secondary_shard(unit) && unit->stale != FP_STALE_NO) {
+    if (first && gathers_ahead(unit) && fp_unit_has_secondary_shard(unit) && unit->stale != FP_STALE_NO) {
         if (root->last_refreshed != NULL) {
             root->last_refreshed->next_refreshed = unit;
         }
@@ -31,20 +48,13 @@ prefetch_forward(fp_unit *unit, int first)
         }
     }
     fp_unit *next = unit->next_forward;
-    if (next == NULL || next->stale == FP_STALE_YES || !fp_fresh_may_gather_ahead(next)) {
+    if (next == NULL || next->stale == FP_STALE_YES || !fp_fresh_may_gather_ahead(next) ||
+        !(gathers_ahead(unit) || fp_unshard_is_small(next))) {
         return 0;
     }
     const int fresh = fp_fresh_is_of_now(next);
     FP_TRY(fresh);
-    return fresh ? 0 : fp_unshard_start(next);
-}
-
-/* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */
-static int
-gathers_ahead(const fp_unit *unit)
-{
-    return (unit->root->prefetch & FP_PREFETCH_FORWARD) ||
-           (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
+    return fresh ? 0 : fp_unshard_start_small(next, after);
 }
 
 /* The backward packs the gradients on the stream that this forward computes on. */
@@ -86,7 +96,7 @@ pre_forward(fp_unit *unit)
         unit->entered = root->order.n;
         unit->entry = root->entries++;
     }
-    const int goes_ahead = !fp_root_in_backward(root) && gathers_ahead(unit);
+    const int goes_ahead = !fp_root_in_backward(root) && (root->min_unit_bytes > 0 || gathers_ahead(unit));
     if (first && goes_ahead) {
         fp_fresh_learn(unit);
     }

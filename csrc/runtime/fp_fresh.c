@@ -182,7 +182,8 @@ fp_fresh_learn(fp_unit *unit)
     }
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
         fp_unit *other = root->units.items[s];
-        if (other->entry < 0 && !is_learned(other)) {
+        /* Small units are gathered before units that come before them, so a write after the first of these counts. */
+        if (other->entry < 0 && !is_learned(other) && (root->min_unit_bytes == 0 || other->seen_writes < 0)) {
             other->seen_writes = writes_to(other);
         }
     }

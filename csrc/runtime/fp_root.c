@@ -11,11 +11,13 @@
 static PyObject *
 root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"backward_prefetch", "forward_prefetch", "collectives", "watched", "find_tensors", NULL};
+    static char *keywords[] = {"backward_prefetch", "forward_prefetch", "collectives", "watched",
+                               "find_tensors",      "min_unit_bytes",   NULL};
     PyObject *collectives, *watched, *find_tensors;
     int backward_prefetch, forward_prefetch;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipOO!O:Root", keywords, &backward_prefetch, &forward_prefetch,
-                                     &collectives, &PyTuple_Type, &watched, &find_tensors)) {
+    long long min_unit_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipOO!O|L:Root", keywords, &backward_prefetch, &forward_prefetch,
+                                     &collectives, &PyTuple_Type, &watched, &find_tensors, &min_unit_bytes)) {
         return NULL;
     }
     if (backward_prefetch < 0 || backward_prefetch > FP_PREFETCH_POST) {
@@ -35,6 +37,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->watched = Py_NewRef(watched);
     root->find_tensors = Py_NewRef(find_tensors);
     root->prefetch = (unsigned)backward_prefetch | (forward_prefetch ? FP_PREFETCH_FORWARD : 0U);
+    root->min_unit_bytes = min_unit_bytes;
     root->model_traces = PyTuple_New(0);
     root->ref = fp_unit_ref_new(root, "the model", &fp_backward_root_calls);
     if (root->model_traces == NULL || root->ref == NULL || fp_lock_make(&root->lock) < 0) {
@@ -213,13 +216,15 @@ static PyGetSetDef root_getset[] = {
 };
 
 static PyType_Slot root_slots[] = {
-    {Py_tp_doc, "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
-                "What the units of a model share: the groups, the iteration under way, the collectives.\n\n"
-                "backward_prefetch: 0: none; 1: gather the next unit before a unit's backward; 2: after it.\n"
-                "forward_prefetch: gather the next unit while a unit computes.\n"
-                "watched: ((dict, name, function), ...): collectives go through the object collectives once a user "
-                "has replaced one.\n"
-                "find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict."},
+    {Py_tp_doc,
+     "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors, min_unit_bytes=0)\n--\n\n"
+     "What the units of a model share: the groups, the iteration under way, the collectives.\n\n"
+     "backward_prefetch: 0: none; 1: gather the next unit before a unit's backward; 2: after it.\n"
+     "forward_prefetch: gather the next unit while a unit computes.\n"
+     "min_unit_bytes: gather units with fewer unsharded bytes that follow each other as one.\n"
+     "watched: ((dict, name, function), ...): collectives go through the object collectives once a user "
+     "has replaced one.\n"
+     "find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict."},
     {Py_tp_new, root_new},
     {Py_tp_dealloc, root_dealloc},
     {Py_tp_traverse, root_traverse},

@@ -89,6 +89,8 @@ typedef struct {
 
     fp_unit_ref *ref;  /* autograd calls the end of a backward through it; it outlives this object */
     unsigned prefetch; /* a set of FP_PREFETCH_* */
+    /* Units with fewer unsharded bytes that follow each other are gathered as one, up to about so many bytes. 0: none. */
+    int64_t min_unit_bytes;
     int blocks;     /* no_sync() blocks that are open; 0: a backward reduces the gradients, else it accumulates them */
     int64_t resets; /* calls of end_all_no_sync(): a block that began before the last one is no longer open */
     int through_python; /* decided when a pass begins: collectives go through Python */

@@ -5,6 +5,7 @@
  * valid for longer. */
 #include "runtime/fp_unshard.h"
 
+#include "core/fp_alloc.h"
 #include "runtime/fp_check.h"
 #include "runtime/fp_fresh.h"
 
@@ -254,8 +255,9 @@ gather_together(fp_unit *unit, int goes_on, int *gathered)
     return together > 0 ? fp_unit_end_together(unit, FP_JOIN_GATHERS, status) : status;
 }
 
+/* joined: 1: the caller joins the gathers of several units. */
 static int
-start_gather(fp_unit *unit)
+start_gather(fp_unit *unit, int joined)
 {
     fp_root *root = unit->root;
     int gathered = 0;
@@ -273,7 +275,7 @@ start_gather(fp_unit *unit)
     unit->gather_pass = root->pass;
     unit->data_steps = fp_optimizer_steps;
     unit->gather_steps = root->optimizer_steps;
-    FP_TRY(gather_together(unit, goes_on, &gathered));
+    FP_TRY(joined ? gather_each(unit, goes_on, &gathered) : gather_together(unit, goes_on, &gathered));
     FP_TRY(fp_unshard_move(unit, FP_UNIT_END_START)); /* fails if code of the user has freed it meanwhile */
     unit->stale = unit->stale == FP_STALE_NO ? FP_STALE_NO : FP_STALE_GATHERED;
     unit->suspect = unit->suspect && fp_unit_has_secondary_shard(unit);
@@ -286,8 +288,142 @@ int
 fp_unshard_start(fp_unit *unit)
 {
     Py_INCREF(unit); /* code of the user may run, and some callers have a borrowed pointer from a list of the root */
-    const int status = start_gather(unit);
+    const int status = start_gather(unit, 0);
     Py_DECREF(unit);
+    return status;
+}
+
+/* ---- small units, gathered as one ----
+ *
+ * Where forward would gather one unit ahead that is small, the small units after it are gathered with it: by the same
+ * order (next_forward) and under the same conditions, so ranks decide alike. Not in backward: gradients may come to other units
+ * on other ranks, which would begin other groups. Each unit keeps its state, its
+ * views and its flat parameters, and is freed by itself. Gradients are reduced unit by unit: a sum over more than two ranks
+ * of gloo depends on the place in the buffer. */
+
+enum { MOST_TOGETHER = 64 };
+
+static int64_t
+unsharded_bytes(const fp_unit *unit)
+{
+    int64_t bytes = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        bytes += fp_flat_buffer_gathered_bytes(unit->flat_params[k].flat);
+    }
+    return bytes;
+}
+
+int
+fp_unshard_is_small(const fp_unit *unit)
+{
+    const int64_t least = unit->root->min_unit_bytes;
+    return least > 0 && fp_unit_is_sharded(unit) && !fp_unit_has_secondary_shard(unit) && unsharded_bytes(unit) < least;
+}
+
+/* Find the units to gather with group[0], and return how many they are together; -1. */
+static Py_ssize_t
+find_together(fp_unit **group, fp_unit *(*following)(fp_unit *unit))
+{
+    Py_ssize_t n = 1;
+    int64_t bytes = unsharded_bytes(group[0]);
+    while (n < MOST_TOGETHER && bytes < group[0]->root->min_unit_bytes) {
+        fp_unit *next = following(group[n - 1]);
+        if (next == NULL || !fp_unshard_is_small(next)) {
+            return n;
+        }
+        for (Py_ssize_t i = 0; i < n; i++) {
+            if (group[i] == next) {
+                return n;
+            }
+        }
+        const int fits = fp_flat_buffers_fit(group[0]->flat_params[0].flat, next->flat_params[0].flat);
+        if (fits <= 0) {
+            return fits < 0 ? -1 : n;
+        }
+        bytes += unsharded_bytes(next);
+        group[n++] = next;
+    }
+    return n;
+}
+
+/* Start the gathers of units whose n_flats flat buffers are flats. packs: fp_flat_buffers_begin_pack() has begun. */
+static int
+start_each(fp_unit *const *group, Py_ssize_t n, fp_flat_buffer *const *flats, Py_ssize_t n_flats, int packs)
+{
+    PyObject *collectives = fp_unit_collectives(group[0]), *shard = group[0]->flat_params[0].shard;
+    const int joins = packs || collectives != NULL ? 0 : fp_flat_buffers_begin(flats, n_flats, shard, FP_JOIN_GATHERS);
+    int status = joins < 0 ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        status = start_gather(group[i], packs || joins);
+    }
+    if (packs) {
+        return fp_flat_buffers_gather_pack(flats, n_flats, collectives, status < 0);
+    }
+    PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
+    const int ended = joins > 0 ? fp_flat_buffers_end(flats, n_flats, shard, FP_JOIN_GATHERS) : 0;
+    if (error != NULL) {
+        PyErr_SetRaisedException(error);
+    }
+    return ended < 0 ? -1 : status;
+}
+
+/* The gather of the group has not begun: the flat parameters that were packed for it are not gathered. */
+static void
+note_failed(fp_unit *unit)
+{
+    int failed = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (flat_param->gathered && !fp_flat_buffer_is_gathered(flat_param->flat)) {
+            flat_param->gathered = 0;
+            failed = 1;
+        }
+    }
+    if (failed && unit->state == FP_UNIT_GATHERING) {
+        (void)fp_unshard_move(unit, FP_UNIT_FAIL); /* legal in this state */
+    }
+}
+
+static int
+start_together(fp_unit *const *group, Py_ssize_t n)
+{
+    Py_ssize_t n_flats = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        n_flats += group[i]->n_flat_params;
+    }
+    fp_flat_buffer **flats = fp_new_array(n_flats, sizeof *flats);
+    if (flats == NULL) {
+        return -1;
+    }
+    n_flats = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        for (Py_ssize_t k = 0; k < group[i]->n_flat_params; k++) {
+            flats[n_flats++] = group[i]->flat_params[k].flat;
+        }
+    }
+    const int status = start_each(group, n, flats, n_flats, fp_flat_buffers_begin_pack(flats, n_flats));
+    fp_free(flats);
+    for (Py_ssize_t i = 0; status < 0 && i < n; i++) {
+        note_failed(group[i]);
+    }
+    return status;
+}
+
+int
+fp_unshard_start_small(fp_unit *first, fp_unit *(*following)(fp_unit *unit))
+{
+    if (!fp_unshard_is_small(first)) {
+        return fp_unshard_start(first);
+    }
+    fp_unit *group[MOST_TOGETHER] = {first};
+    const Py_ssize_t n = find_together(group, following);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_INCREF(group[i]); /* code of the user may run */
+    }
+    const int status = n < 0 ? -1 : n == 1 ? start_gather(first, 0) : start_together(group, n);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_DECREF(group[i]);
+    }
     return status;
 }
 

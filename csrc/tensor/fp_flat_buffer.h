@@ -123,6 +123,16 @@ enum { FP_JOIN_GATHERS, FP_JOIN_REDUCTIONS, FP_JOIN_REPLICAS };
 int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
+/* 1: the gathers of two flat parameters, of two units say, can be one collective: both go over one group, on one device, and
+ * that is the CPU or its backend can join them; 0; -1. Alike on all ranks. */
+int fp_flat_buffers_fit(const fp_flat_buffer *a, const fp_flat_buffer *b);
+int64_t fp_flat_buffer_gathered_bytes(const fp_flat_buffer *flat) FP_NOEXCEPT; /* 0 before there are views */
+/* On the CPU, pack the gathers that n flat parameters begin between these calls into one: their shards are copied into one
+ * tensor, which is gathered once, and each flat parameter takes its values when it waits. All fit each other.
+ *   _begin_pack    1: _gather_pack() must follow; 0: they are not on the CPU
+ *   _gather_pack   0; -1: no gather has begun, and none of the n is gathered. failed: 1: one of them could not begin: -1 */
+int fp_flat_buffers_begin_pack(fp_flat_buffer *const *flats, Py_ssize_t n) FP_NOEXCEPT;
+int fp_flat_buffers_gather_pack(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *collectives, int failed);
 /* 1: gathers run beside the computation, so that a prefetch saves time; 0: they would delay it. */
 int fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Wait until the gather has ended: the host where collectives block it, else the current stream. The GIL is released. -1: the

@@ -15,6 +15,22 @@ extern "C" {
 
 namespace fp {
 
+// The gather of several flat parameters as one.
+struct Pack {
+    at::Tensor own;        // what this rank sends
+    at::Tensor whole;      // bytes: what the flat parameters have sent, rank by rank
+    int64_t stride;        // the bytes of one rank
+    bool given_up = false; // as in fp_group
+};
+
+// The part of a flat parameter in a pack: fp_flat_buffers_gather_pack().
+struct Packed {
+    bool may = false;           // between fp_flat_buffers_begin_pack() and _gather_pack()
+    at::Tensor own;             // what it sends, until the gather has begun
+    std::shared_ptr<Pack> pack; // until its values are taken
+    int64_t first = 0;          // where its bytes begin in those of a rank
+};
+
 // The dtypes of one flat parameter. They follow the shard's, which may change.
 struct Precision {
     std::optional<at::ScalarType> compute_dtype, reduce_dtype; // as in fp_flat_buffer_options
@@ -74,6 +90,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor secondary_shard;           // [total / secondary.n] in the compute dtype: secondary.group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
     fp::Pending gather;
+    fp::Packed packed;
     // [total] in precision.accumulates_in(shard); nested: [total / secondary.n], reduced over the secondary group
     fp::Accumulated accumulated;
     at::Tensor unreduced;    // nested: [total], of this backward alone: more of it will come

@@ -8,6 +8,12 @@
 // waited itself. A fill without a collective is ordered by the mark was_filled.
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <iterator>
+#include <vector>
+
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
 #include "tensor/fp_begun.hpp"
@@ -46,6 +52,10 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
             PyObject *collectives)
 {
     check_memory(own, name_of(flat));
+    if (flat.packed.may) {
+        flat.packed.own = own;
+        return true;
+    }
     const at::Tensor output = as_sent(whole), input = as_sent(own);
     announce(group, FP_EVENT_GATHERS);
     if (collectives != nullptr || !group.native) {
@@ -56,7 +66,16 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
     return true;
 }
 
-// The same into the unsharded tensor. A hook of Python's collective may have freed that: RuntimeError.
+// A hook of Python's collective may have freed the memory that it gathers to: RuntimeError.
+void
+check_not_freed(const fp_flat_buffer &flat)
+{
+    TORCH_CHECK(memory_of(storage_of(flat.unsharded)) >= bytes_of(flat),
+                flat.unit ? flat.unit->name : "a flat parameter",
+                ": it was freed while it was gathered: a hook of a collective cannot free it");
+}
+
+// The same into the unsharded tensor.
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, const at::Tensor &input, PyObject *collectives)
 {
@@ -64,9 +83,7 @@ gather_all(fp_flat_buffer &flat, fp_group &group, const at::Tensor &input, PyObj
         move(flat, FP_DATA_GATHER);
         return;
     }
-    TORCH_CHECK(memory_of(storage_of(flat.unsharded)) >= bytes_of(flat),
-                flat.unit ? flat.unit->name : "a flat parameter",
-                ": it was freed while it was gathered: a hook of a collective cannot free it");
+    check_not_freed(flat);
     move(flat, FP_DATA_FILL);
 }
 
@@ -103,7 +120,7 @@ end_filling(fp_flat_buffer &flat)
 void
 hide(fp_flat_buffer &flat, const char *reason)
 {
-    if (flat.filling.defined() && (flat.gather || flat.was_filled)) {
+    if (flat.packed.own.defined() || (flat.filling.defined() && (flat.gather || flat.was_filled))) {
         set_hidden(flat, reason);
     }
     else {
@@ -129,6 +146,8 @@ fail(fp_flat_buffer &flat)
 {
     end_filling(flat);
     flat.gather.work.reset();
+    flat.packed.own.reset();
+    flat.packed.pack.reset();
     flat.next_secondary_shard.reset();
     move(flat, FP_DATA_FAIL);
 }
@@ -247,6 +266,70 @@ group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &devi
     return native != nullptr && native->getBackend(device.type())->supportsCoalescing() ? native : nullptr;
 }
 
+// The memory of a tensor on the host, also where an access raises.
+std::byte *
+memory_at(const at::Tensor &tensor)
+{
+    auto *const memory = static_cast<std::byte *>(const_cast<void *>(address_of(storage_of(tensor))));
+    return memory + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+}
+
+// The gather has ended. If it was a pack's, copy the values of this flat parameter from it.
+void
+arrive(fp_flat_buffer &flat)
+{
+    const std::shared_ptr<Pack> pack = std::move(flat.packed.pack);
+    if (pack && flat.data == FP_DATA_GATHERING) {
+        const size_t bytes = bytes_of(flat) / static_cast<size_t>(flat.primary.n);
+        std::byte *to = memory_at(target_of(flat));
+        const std::byte *from = memory_at(pack->whole) + flat.packed.first;
+        for (int rank = 0; rank < flat.primary.n; rank++, to += bytes, from += pack->stride) {
+            std::memcpy(to, from, bytes);
+        }
+    }
+    move(flat, FP_DATA_ARRIVE);
+}
+
+// Gather what the flat parameters send as one. Python has waited; else each waits for the work of all.
+void
+gather_pack(const std::vector<fp_flat_buffer *> &flats, PyObject *collectives)
+{
+    fp_group &group = *flats[0]->primary.group;
+    const auto pack = std::make_shared<Pack>();
+    pack->stride = 0;
+    for (fp_flat_buffer *flat : flats) {
+        flat->packed.first = pack->stride;
+        pack->stride += static_cast<int64_t>(flat->packed.own.nbytes());
+    }
+    const at::TensorOptions options = flats[0]->unsharded_data.options().dtype(at::kByte);
+    pack->own = at::empty({pack->stride}, options);
+    pack->whole = at::empty({pack->stride * flats[0]->primary.n}, options);
+    for (const fp_flat_buffer *flat : flats) {
+        std::memcpy(memory_at(pack->own) + flat->packed.first, memory_at(flat->packed.own), flat->packed.own.nbytes());
+    }
+    announce(group, FP_EVENT_GATHERS, static_cast<uint32_t>(flats.size()));
+    c10::intrusive_ptr<c10d::Work> work;
+    if (collectives != nullptr || !group.native) {
+        call_python(collectives, "all_gather", pack->whole, pack->own, group);
+        std::for_each(flats.begin(), flats.end(), [](const fp_flat_buffer *flat) { check_not_freed(*flat); });
+    }
+    else {
+        work = all_gather(group, pack->whole, pack->own);
+    }
+    for (fp_flat_buffer *flat : flats) {
+        flat->packed.own.reset();
+        flat->packed.pack = pack;
+        flat->primary.group->given_up = false;
+        if (work) {
+            flat->gather.begin(*flat->primary.group, work);
+        }
+        else {
+            arrive(*flat);
+            show(*flat);
+        }
+    }
+}
+
 // The collective of this kind (FP_JOIN_*).
 Pending &
 pending_of(fp_flat_buffer &flat, int what)
@@ -288,6 +371,8 @@ wait_for_fill(fp_flat_buffer &flat)
 void
 wait_for_gather(fp_flat_buffer &flat)
 {
+    TORCH_CHECK(!flat.packed.own.defined(), flat.unit ? flat.unit->name : "a flat parameter",
+                ": it is used while its gather begins: a hook of a collective cannot use or free it");
     wait_for_fill(flat);
     drop_void(flat);
     if (!flat.gather) {
@@ -304,7 +389,7 @@ wait_for_gather(fp_flat_buffer &flat)
         throw;
     }
     if (!flat.gather && flat.is_under_way()) { // else another thread has waited for it meanwhile
-        move(flat, FP_DATA_ARRIVE);
+        arrive(flat);
     }
     show(flat);
 }
@@ -354,6 +439,61 @@ fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
             fp::pending_of(*flats[k], what).end_join(work);
         }
     });
+}
+
+int
+fp_flat_buffers_fit(const fp_flat_buffer *a, const fp_flat_buffer *b)
+{
+    return fp::guarded(-1, [&] {
+        for (const fp_flat_buffer *flat : {a, b}) {
+            if (flat->primary.n < 2 || !flat->unsharded.defined()) {
+                return 0;
+            }
+        }
+        const c10::Device device = a->unsharded.device();
+        if (b->unsharded.device() != device || fp_group_is_same(a->primary.group, b->primary.group) == 0) {
+            return 0;
+        }
+        fp_flat_buffer *const both[] = {const_cast<fp_flat_buffer *>(a), const_cast<fp_flat_buffer *>(b)};
+        return device.is_cpu() || fp::group_of_all(both, 2, device, FP_JOIN_GATHERS) != nullptr ? 1 : 0;
+    });
+}
+
+int64_t
+fp_flat_buffer_gathered_bytes(const fp_flat_buffer *flat) noexcept
+{
+    return flat->unsharded.defined() ? static_cast<int64_t>(fp::bytes_of(*flat)) : 0;
+}
+
+int
+fp_flat_buffers_begin_pack(fp_flat_buffer *const *flats, Py_ssize_t n) noexcept
+{
+    const int packs = flats[0]->unsharded.is_cpu();
+    for (Py_ssize_t k = 0; k < n; k++) {
+        flats[k]->packed.may = packs;
+    }
+    return packs;
+}
+
+int
+fp_flat_buffers_gather_pack(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *collectives, int failed)
+{
+    const auto sends = [](const fp_flat_buffer *flat) { return flat->packed.own.defined(); };
+    std::for_each(flats, flats + n, [](fp_flat_buffer *flat) { flat->packed.may = false; });
+    const int status = failed ? -1 : fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        std::vector<fp_flat_buffer *> senders;
+        std::copy_if(flats, flats + n, std::back_inserter(senders), sends);
+        if (!senders.empty()) {
+            fp::gather_pack(senders, collectives);
+        }
+    });
+    for (Py_ssize_t k = 0; k < n; k++) {
+        if (sends(flats[k])) { /* the gather has not begun */
+            fp::unless_failed([&] { fp::fail(*flats[k]); });
+        }
+    }
+    return status;
 }
 
 int
@@ -450,7 +590,13 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
             return; /* captured work has not run */
         }
         const fp::SparedCaptures spared(flat->unsharded.device());
-        if (!fp::give_up(gather)) {
+        const std::shared_ptr<fp::Pack> pack = flat->packed.pack;
+        gather.group->given_up = gather.group->given_up || (pack && pack->given_up);
+        const bool ended = fp::give_up(gather);
+        if (pack) {
+            pack->given_up = gather.group->given_up;
+        }
+        if (!ended) {
             fp::move(*flat, FP_DATA_ABANDON);
         }
         else if (gather.work->isCompleted()) {

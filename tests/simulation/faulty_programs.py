@@ -51,11 +51,11 @@ def batch(step, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def wrapped(strategy):
-    net, strategy = model(), ShardingStrategy[strategy]
+def wrapped(strategy, min_unit_bytes):
+    net, arguments = model(), {"sharding_strategy": ShardingStrategy[strategy], "min_unit_bytes": min_unit_bytes}
     for i in range(len(net)):
-        net[i] = FSDP(net[i], sharding_strategy=strategy)
-    return FSDP(net, sharding_strategy=strategy)
+        net[i] = FSDP(net[i], **arguments)
+    return FSDP(net, **arguments)
 
 
 def hook(net, optimizer):
@@ -72,9 +72,9 @@ def hook(net, optimizer):
     optimizer.register_step_pre_hook(call)
 
 
-def train(rank, strategy="FULL_SHARD", pause=0.01, hooks=False):
+def train(rank, strategy="FULL_SHARD", pause=0.01, hooks=False, min_unit_bytes=0):
     """Train; an exception ends the rank. Each step begins after ``pause`` seconds. Returns the parameters, in order."""
-    net = wrapped(strategy)
+    net = wrapped(strategy, min_unit_bytes)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     if hooks:
         hook(net, optimizer)
@@ -91,12 +91,12 @@ def train(rank, strategy="FULL_SHARD", pause=0.01, hooks=False):
     return list(state.values())
 
 
-def train_and_catch(rank, strategy="FULL_SHARD", hooks=False):
+def train_and_catch(rank, strategy="FULL_SHARD", hooks=False, min_unit_bytes=0):
     """Train, and catch what user code raises. The rank then goes on with the next step.
 
     Returns the parameters, and the steps that raised.
     """
-    net = wrapped(strategy)
+    net = wrapped(strategy, min_unit_bytes)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     if hooks:
         hook(net, optimizer)

@@ -139,6 +139,7 @@ def wrap(program, phase, module, groups):
         "shard_alignment": phase["alignment"],
         "backward_prefetch": phase["prefetch"] and BackwardPrefetch[phase["prefetch"]],
         "forward_prefetch": phase["forward_prefetch"],
+        "min_unit_bytes": phase["min_unit_bytes"],
         "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low or reduced else None,
     }
     for each in program["layers"]:

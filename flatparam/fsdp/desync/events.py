@@ -97,15 +97,17 @@ def encode(exchange: SetupCollective) -> int:
 
 def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> CollectiveEvent:
     """Return the report of ``event`` of a ``_C.CollectiveTrace``. ``ids``: the units of the same group."""
-    number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
+    more, (number, kind) = event // _EVENTS, divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
-    trained = ids.trained(number) if event >= _EVENTS else {}
+    gathers = kind == _C.EVENT_GATHERS
+    trained = ids.trained(number) if more and not gathers else {}
+    others = f" and {more - 1} flat parameters of small units with it" if more and gathers else ""
     return CollectiveEvent(
         rank,
         step,
         event * 2 + new_pass,
-        f"{_KINDS[kind]} {ids.name(number)}, in step {step}",
+        f"{_KINDS[kind]} {ids.name(number)}{others}, in step {step}",
         "".join(str(int(is_trained)) for is_trained in trained.values()),
     )
 
@@ -118,7 +120,7 @@ def is_learning(event: CollectiveEvent) -> bool:
 def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) -> tuple[str, str]:
     """Return how two ranks' reports of one collective differ, and what to do about it."""
     one, other = sorted((first, second))
-    if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
+    if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0 and one.trained:
         return _trained_by_one(ids, one, other), _TRAINED
     calls = [_call(event) for event in (one, other)]
     if calls[0] != calls[1]:

@@ -182,6 +182,7 @@ class Options:
     device: torch.device | None = None  # the device to compute on if the shards are on the host, else None
     offload_params: bool = False  # as the user passed it, also if there is no accelerator
     extensions: tuple[FSDPExtensions, ...] = ()
+    min_unit_bytes: int = 0
 
 
 def find_originals(

@@ -46,6 +46,7 @@ class Wrapper(RefusingMarkers, nn.Module):
     _hooked: torch_collectives.Hooked | None = None  # the communication hook
     _device_id: torch.device | None
     _forward_prefetch: bool
+    _min_unit_bytes: int
     _fakes: Fakes  # collectives that are left out, to measure the time without them
     _full_in_eval: bool  # whether evaluation computes in full precision
     _ignored_params: set[nn.Parameter]

@@ -190,6 +190,14 @@ def check_types(**arguments: object) -> None:
         check_dtype(f"mixed_precision.{name}", getattr(precision, name, None))
 
 
+def check_bytes(name: str, value: object) -> None:
+    """Raises: TypeError naming the argument unless it is an int; ValueError if it is negative, or over 2**62."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected {name} to be an int, a number of bytes, got {value!r}")
+    if not 0 <= value <= 2**62:
+        raise ValueError(f"expected {name} to be between 0 and 2**62, got {value}")
+
+
 def check_dtype(name: str, dtype: object) -> None:
     """Raises: TypeError naming the argument, unless it is None or a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -199,6 +199,7 @@ def lazy_init(wrapper: Wrapper) -> None:
         torch_collectives.Faked(through, root._fakes) if any(root._fakes) else through,
         torch_collectives.WATCHED,
         find_tensors,
+        root._min_unit_bytes,
     )
     wrappers = wrapper.fsdp_modules(root)
     for each in wrappers:
@@ -206,6 +207,11 @@ def lazy_init(wrapper: Wrapper) -> None:
             raise ValueError(
                 f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
                 f"{root._use_orig_params}, {each._unit.name} {each._use_orig_params}"
+            )
+        if each._min_unit_bytes != root._min_unit_bytes:
+            raise ValueError(
+                f"Expects one min_unit_bytes in a tree of units: {root._unit.name} has {root._min_unit_bytes}, "
+                f"{each._unit.name} {each._min_unit_bytes}"
             )
         if each.limit_all_gathers != root.limit_all_gathers:
             raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")

@@ -45,6 +45,7 @@ from ..unit.unit import Unit
 from . import copying, full_params
 from . import forward as passes
 from .arguments import (
+    check_bytes,
     check_not_shared,
     check_types,
     default_groups,
@@ -128,6 +129,8 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             callable(param) that returns the number of elements of a block.
         offload_grads: for LAYER_ZERO and LAYER_ZERO_NESTED: accumulated gradients lie in host memory.
         check_values: compare digests of the initial values over the ranks.
+        min_unit_bytes: units with fewer unsharded bytes that follow each other are gathered as one, until it has so
+            many bytes; in forward from the second one on. 0: each by itself.
 
     Building a wrapper is a collective call of the ranks in its groups.
     Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or are not
@@ -159,6 +162,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         atomic: Atomic = None,
         offload_grads: bool = False,
         check_values: bool = True,
+        min_unit_bytes: int = 0,
     ):
         """Wrap ``module``. The arguments are described above."""
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
@@ -234,6 +238,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         if prefetch not in passes.PREFETCH:
             raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {prefetch!r}")
         check_layout_arguments(arguments["shard_alignment"], arguments["atomic"])
+        check_bytes("min_unit_bytes", arguments["min_unit_bytes"])
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warn_user(
                 f"FSDP will not all-gather parameters for containers that do not implement forward: "
@@ -242,6 +247,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             )
         self._backward_prefetch = prefetch
         self._forward_prefetch = arguments["forward_prefetch"]
+        self._min_unit_bytes = arguments["min_unit_bytes"]
         self.limit_all_gathers = arguments["limit_all_gathers"]
         self.mixed_precision = arguments["mixed_precision"] or MixedPrecision()
         self.cpu_offload = arguments["cpu_offload"] or CPUOffload()
@@ -298,6 +304,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             computes_on,
             self.cpu_offload.offload_params,
             extensions,
+            self._min_unit_bytes,
         )
         return originals, options, of_params
 

@@ -291,10 +291,17 @@ def test_waits_of_the_dropin():
     assert max(seconds.values()) < SOON, seconds
 
 
-def go_on():
+def small_units(min_unit_bytes):
+    """The first gather of a step is that of all layers, if they are small."""
+    torch.manual_seed(0)
+    arguments = {"process_group": new_group(30.0), "min_unit_bytes": min_unit_bytes}
+    return FSDP(nn.Sequential(*(FSDP(nn.Linear(4, 4), **arguments) for _ in range(5))), **arguments)
+
+
+def go_on(make, *arguments):
     """The gather that was given up ends after all; then the model is as good as another that nobody interrupted."""
-    model, other = trained(limit=30.0), trained(limit=30.0)
-    for _ in range(2):
+    model, other = (make(each) for each in arguments)
+    for _ in range(3):
         step(model)
         step(other)
     interrupted_first(functools.partial(step, model), functools.partial(gathers_and_fails, model, torch.ones(2, 4)))
@@ -305,8 +312,11 @@ def go_on():
         assert torch.equal(param.grad, expected.grad)
 
 
-def test_a_model_goes_on_after_ctrl_c():
-    run_ranks(go_on, 2)
+@pytest.mark.parametrize(
+    ("make", "arguments"), [(functools.partial(trained, limit=30.0), ["FULL_SHARD"] * 2), (small_units, (2**20, 0))]
+)
+def test_a_model_goes_on_after_ctrl_c(make, arguments):
+    run_ranks(go_on, 2, make, *arguments)
 
 
 def begin_anew():
