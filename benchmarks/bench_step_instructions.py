@@ -24,13 +24,13 @@ from torch import nn
 
 from benchmarks.bench_instructions import compiler_command, run
 from benchmarks.bench_step import wrapped
-from benchmarks.contestants import BARE, FSDP1, OURS, RUNTIME
+from benchmarks.contestants import BARE, FSDP1, OURS, RUNTIME, SMALL
 from benchmarks.models import SHAPE
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 
 SOURCE = Path(__file__).with_name("counting.c")
-NAMES = (BARE, RUNTIME, OURS, FSDP1)
+NAMES = (BARE, RUNTIME, SMALL, OURS, FSDP1)
 SIZES = ((1, 400), (24, 12), (48, 10))  # (units, parameters of each)
 BOUNDS = {(1, 400): 0.7, (24, 12): 0.82, (48, 10): 0.82}  # of the runtime over the bare module
 WARM_UP, STEPS = 2, 2

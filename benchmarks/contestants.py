@@ -111,6 +111,7 @@ Wrap = Callable[[nn.Module, Wrapping], nn.Module]
 BARE, DDP = "bare", "DDP"
 FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
+SMALL = "runtime, small units as one"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
 CALLS = "bare + collectives"  # of benchmarks.gpu
 FREE = "free handle"  # only of benchmarks.models
@@ -126,6 +127,7 @@ CONTESTANTS: dict[str, Wrap] = {
     OURS_FLAT: lambda model, how: on_flatparam(model, how, use_orig_params=False),
     FREE: lambda model, how: set_free(on_flatparam(model, how, use_orig_params=True), how.low),
     RUNTIME: on_the_runtime,
+    SMALL: functools.partial(on_the_runtime, min_unit_bytes=2**20),
     REPLICATED: functools.partial(on_the_runtime, sharding_strategy=flatparam.ShardingStrategy.NO_SHARD),
     ZERO_1: functools.partial(on_the_runtime, sharding_strategy=flatparam.ShardingStrategy.ZERO_1),
     DDP: ddp,

@@ -76,6 +76,7 @@ def parser() -> Parser:
     )
     add("--atomic-rows", action="store_true", help='atomic="row": no row of a parameter is cut between ranks')
     add("--no-prefetch", action="store_true", help="backward_prefetch=None: no unit is gathered ahead")
+    add("--min-unit-bytes", type=int, metavar="BYTES", default=0, help="min_unit_bytes: gather smaller units as one")
     add("--png", type=Path, metavar="FILE", help="draw the layout, a step and the other strategies (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all numbers, and every parameter's place")
     return made

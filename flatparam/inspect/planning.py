@@ -143,12 +143,15 @@ class Settings:
     shard_alignment: int | None = None
     atomic_rows: bool = False
     prefetch: bool = True
+    min_unit_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise BadInput(f"--world-size must be at least 1, got {self.world_size}")
         if self.world_size > MOST_RANKS:
             raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {self.world_size}")
+        if self.min_unit_bytes < 0:
+            raise BadInput(f"--min-unit-bytes must be at least 0, got {self.min_unit_bytes}")
         if self.min_params is not None and self.min_params < 1:
             raise BadInput(f"--min-params must be at least 1, got {self.min_params}")
         if is_grid(self.strategy):
@@ -265,7 +268,7 @@ def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
         )
         for unit in units
     ]
-    return plan_tree(plans, settings.prefetch)
+    return plan_tree(plans, settings.prefetch, min_unit_bytes=settings.min_unit_bytes)
 
 
 def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, MemoryPlan]:

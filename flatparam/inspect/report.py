@@ -32,6 +32,7 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
         f"shards aligned to {settings.shard_alignment} bytes" if settings.shard_alignment else "",
         "whole rows" if settings.atomic_rows else "",
         "" if settings.prefetch else "no prefetch",
+        f"units under {settings.min_unit_bytes} bytes as one" if settings.min_unit_bytes else "",
     ]
     count = f"{len(units)} unit{'s' if len(units) > 1 else ''}"
     chosen = ", ".join(option for option in options if option)

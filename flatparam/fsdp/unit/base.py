@@ -145,7 +145,8 @@ class Wrapper(RefusingMarkers, nn.Module):
         """
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
         plans = (plan_of_unit(path or "(root)", unit, optimizer_bytes) for path, unit in self._units_below())
-        return plan_tree(plans, prefetches, gathers_ahead=self.compute_device.type != "cpu")
+        on_device = self.compute_device.type != "cpu"
+        return plan_tree(plans, prefetches, gathers_ahead=on_device, min_unit_bytes=self._min_unit_bytes)
 
     def __repr__(self) -> str:
         with ShowingFreed():

@@ -195,11 +195,14 @@ def plan_unit(
     )
 
 
-def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = False) -> MemoryPlan:
+def plan_tree(
+    units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = False, min_unit_bytes: int = 0
+) -> MemoryPlan:
     """The plan of a tree. ``units``: in the order of their forwards, the root first.
 
     ``prefetch``: whether one unit is gathered ahead in forward and backward; ``gathers_ahead``: whether forward gathers
-    ahead in any case, as on an accelerator.
+    ahead in any case, as on an accelerator. ``min_unit_bytes``: the wrapper's argument. Not on an accelerator, small
+    units that are gathered as one take two buffers more.
     """
     plans = tuple(units)
     here = [plan for plan in plans if not plan.on_host]
@@ -208,8 +211,11 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
     always = base + sum(plan.copy for plan in plans)
     kept = [0 if plan.offloads else plan.kept for plan in plans]
     added_to_coming_going = sum(sorted(plan.kept for plan in plans if plan.offloads)[-3:])
+    order, packs = range(len(plans)), not gathers_ahead
+    forward = _units_ahead(plans, order, prefetch or gathers_ahead, min_unit_bytes, packs)
+    backward = _units_ahead(plans, order[:0:-1], prefetch, 0, packs)
     added, alone, no_sync = (
-        tuple(_moments(plans, always, prefetch, prefetch or gathers_ahead, earlier, held))
+        tuple(_moments(plans, always, forward, backward, earlier, held))
         for earlier, held in ((True, None), (False, None), (False, kept))
     )
     peak, peak_alone, peak_no_sync = (
@@ -233,14 +239,62 @@ def _sums(values: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(values, initial=0))
 
 
+MOST_TOGETHER = 64  # small units that are gathered as one
+
+
+class _Ahead(NamedTuple):
+    """Bytes that are there for units that are gathered ahead: in ``shards`` until their gathers have ended."""
+
+    full: int = 0
+    shards: int = 0
+
+
+def _units_ahead(
+    plans: Sequence[UnitPlan], order: Sequence[int], one: bool, min_unit_bytes: int, packs: bool
+) -> dict[int, _Ahead]:
+    """What is gathered ahead while each unit of ``order`` runs.
+
+    ``one``: whether a unit is gathered ahead that is not small; ``packs``: whether small ones are gathered in buffers.
+    """
+    found, together, buffers = {}, list[UnitPlan](), 0
+    for at, unit in enumerate(order):
+        together = together[1:]
+        following = [plans[i] for i in order[at + 1 : at + 1 + MOST_TOGETHER]]
+        if not together:
+            together = _small(following, min_unit_bytes)
+            buffers = sum(each.full + each.full // each.shards for each in together) if packs and together[1:] else 0
+        gathered = together or [each for each in following[:1] if one and each.resharded]
+        shards = sum(each.shard for each in gathered if each.on_host)
+        full = sum(each.full for each in gathered if not each.always_full)
+        found[unit] = _Ahead(full + (buffers if together else 0), shards)
+    return found
+
+
+def _small(plans: Iterable[UnitPlan], min_unit_bytes: int) -> list[UnitPlan]:
+    """The units at the begin of ``plans`` that are gathered as one."""
+    found: list[UnitPlan] = []
+    for plan in plans:
+        is_gathered = plan.shards > 1 and not plan.copy and not plan.always_full
+        if not is_gathered or not 0 < plan.full < min_unit_bytes or sum(one.full for one in found) >= min_unit_bytes:
+            break
+        found.append(plan)
+    return found
+
+
 def _moments(
-    plans: tuple[UnitPlan, ...], always: int, prefetch: bool, gathers_ahead: bool, earlier: bool, kept: list[int] | None
+    plans: tuple[UnitPlan, ...],
+    always: int,
+    forward: dict[int, _Ahead],
+    backward: dict[int, _Ahead],
+    earlier: bool,
+    kept: list[int] | None,
 ) -> Iterator[Moment]:
     """Yield the moments of a forward and backward. Units run in their order, and the root around all others.
 
-    ``always``: the bytes that are there at each of them. ``earlier``: whether gradients are added to those of an
-    earlier backward; else they were cleared. ``kept``: the accumulated gradient of each unit, if micro-batches in
-    ``no_sync`` come first; None: there are none. In these micro-batches, units that are not resharded stay unsharded.
+    ``always``: the bytes that are there at each of them; ``forward``, ``backward``: those of units gathered ahead.
+    ``earlier``: whether gradients are added to those of an earlier backward; else they were cleared. ``kept``: the
+    accumulated gradient of each unit, if micro-batches in ``no_sync`` come first; None: there are none. In these
+    micro-batches, units that are not resharded stay unsharded.
     The last backward reduces the accumulated gradients, in place if they have the dtype of the wire, and they become
     gradients of shards. A reduction ends while the unit after the next runs its backward; if it is made of two
     reductions, one unit later.
@@ -254,8 +308,7 @@ def _moments(
     gradients = _sums(0 if plan.on_host else plan.gradient for plan in plans)
     is_reduced_twice = any(plan.halfway for plan in plans)
     for i in range(1, end):
-        ahead = i + 1 if gathers_ahead and i + 1 < end and plans[i + 1].resharded else 0  # the unit gathered ahead
-        here = staying[i] + full[i] + ((full[ahead] + coming[ahead] if ahead else 0) or coming[i])
+        here = staying[i] + full[i] + (sum(forward[i]) or coming[i])
         yield Moment(i, "forward", always + here + holding[end] + (staying[end] - staying[i + 1] if kept else 0))
     if plans:
         yield Moment(0, "forward", always + staying[end] + holding[end])
@@ -263,8 +316,8 @@ def _moments(
         plan = plans[i]
         last, before, first = (plans[i + k] if i + k < end else _NO_UNIT for k in (1, 2, 3))
         ends, leaves = (before, first) if is_reduced_twice else (last, before)
-        gathers = prefetch and i > 1 and plans[i - 1].resharded
-        unsharded = always + staying[i] + (full[i - 1] if gathers else 0)
+        ahead = backward.get(i, _Ahead())
+        unsharded = always + staying[i] + ahead.full
         freed = 0 if ends.halfway or not ends.reduced else ends.wire
         into = plan.reduced + (0 if earlier and not ends.on_host else max(0, ends.converted - freed))
         reducing = last.wire + last.reduced  # of the unit before, whose reduction still runs
@@ -272,7 +325,7 @@ def _moments(
         reduced = gradients[end] - (0 if earlier else gradients[min(i + 2 + is_reduced_twice, end)])
         # accumulated gradients of host memory that are on the device now, to be added to or copied back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
-        runs = unsharded + full[i] + max(plan.unpacked, coming[i - 1] if gathers else 0)
+        runs = unsharded + full[i] + max(plan.unpacked, ahead.shards)
         packs = unsharded + plan.unpacked
         reduces = unsharded + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into)
         if kept:

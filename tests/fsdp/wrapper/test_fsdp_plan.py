@@ -38,6 +38,7 @@ from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedP
 
 strategy, low, prefetch, whole = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
 kind = sys.argv[5]  # a backward added to an earlier one, one alone, or micro-batches in no_sync
+small = 2**25 if sys.argv[6:] else 0  # two or three units are gathered as one
 
 
 class Scale(nn.Module):
@@ -62,6 +63,7 @@ with fake_world(4):
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None,
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch else None,
         "atomic": torch.Tensor.numel if whole else None,
+        "min_unit_bytes": small,
         "device_mesh": init_device_mesh("cpu", (2, 2)) if "HYBRID" in strategy or "LAYER" in strategy else None,
     }
     tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
@@ -104,6 +106,9 @@ with fake_world(4):
         ("NO_SHARD", "same", "prefetch", "even", "kept"),
         ("LAYER_ZERO", "low", "prefetch", "even", "kept"),
         ("LAYER_ZERO_NESTED", "low", "prefetch", "even", "kept"),
+        *(("FULL_SHARD", "same", "prefetch", "even", kind, "small") for kind in ("added", "alone", "kept")),
+        ("FULL_SHARD", "low", "none", "even", "alone", "small"),
+        ("SHARD_GRAD_OP", "same", "prefetch", "even", "alone", "small"),
     ],
     ids="-".join,
 )
