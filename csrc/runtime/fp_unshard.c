@@ -296,10 +296,10 @@ fp_unshard_start(fp_unit *unit)
 /* ---- small units, gathered as one ----
  *
  * Where forward would gather one unit ahead that is small, the small units after it are gathered with it: by the same
- * order (next_forward) and under the same conditions, so ranks decide alike. Not in backward: gradients may come to other units
- * on other ranks, which would begin other groups. Each unit keeps its state, its
- * views and its flat parameters, and is freed by itself. Gradients are reduced unit by unit: a sum over more than two ranks
- * of gloo depends on the place in the buffer. */
+ * order (next_forward) and under the same conditions, so ranks decide alike. Not in backward: gradients may come to other
+ * units on other ranks, which would begin other groups. Each unit keeps its state, its views and its flat parameters, and is
+ * freed by itself. Gradients are reduced unit by unit: a sum over more than two ranks of gloo depends on the place in the
+ * buffer. */
 
 enum { MOST_TOGETHER = 64 };
 

@@ -203,18 +203,10 @@ def lazy_init(wrapper: Wrapper) -> None:
     )
     wrappers = wrapper.fsdp_modules(root)
     for each in wrappers:
-        if each._use_orig_params != root._use_orig_params:
-            raise ValueError(
-                f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
-                f"{root._use_orig_params}, {each._unit.name} {each._use_orig_params}"
-            )
-        if each._min_unit_bytes != root._min_unit_bytes:
-            raise ValueError(
-                f"Expects one min_unit_bytes in a tree of units: {root._unit.name} has {root._min_unit_bytes}, "
-                f"{each._unit.name} {each._min_unit_bytes}"
-            )
-        if each.limit_all_gathers != root.limit_all_gathers:
-            raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
+        for name in ("_use_orig_params", "_min_unit_bytes", "limit_all_gathers"):
+            if getattr(each, name) != getattr(root, name):
+                values = f"{root._unit.name} has {getattr(root, name)}, {each._unit.name} {getattr(each, name)}"
+                raise ValueError(f"Expects one homogeneous value for {name} in a tree of units: {values}")
         if each._hooked is not root._hooked:
             raise ValueError(
                 f"Expects one communication hook in a tree: {each._unit.name} and {root._unit.name} "

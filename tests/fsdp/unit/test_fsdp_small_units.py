@@ -311,7 +311,7 @@ def refused():
         FSDP(nn.Linear(2, 2), min_unit_bytes=dist.get_rank())
     tree = make(blocks=1)
     tree.blocks[0] = FSDP(tree.blocks[0], min_unit_bytes=5)
-    with pytest.raises(ValueError, match=r"one min_unit_bytes in a tree of units: .* has 0, .* 5"):
+    with pytest.raises(ValueError, match=r"homogeneous value for _min_unit_bytes in a tree of units: .* has 0, .* 5"):
         FSDP(tree)(data(0))
 
 
