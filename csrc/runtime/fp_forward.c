@@ -17,13 +17,18 @@ gathers_ahead(const fp_unit *unit)
            (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
 }
 
-/* The unit that came after this one in the last forward, if it may be gathered ahead. */
-static fp_unit *
-after(fp_unit *unit)
+/* *next = the unit that came after this one in the last forward, if it may be gathered ahead and is not; else NULL. */
+static int
+find_next(const fp_unit *unit, fp_unit **next)
 {
-    fp_unit *next = unit->next_forward;
-    const int may = next != NULL && next->stale != FP_STALE_YES && fp_fresh_may_gather_ahead(next);
-    return may && fp_unit_is_sharded(next) && fp_fresh_is_of_now(next) == 0 ? next : NULL;
+    *next = unit->next_forward;
+    if (*next == NULL || (*next)->stale == FP_STALE_YES || !fp_fresh_may_gather_ahead(*next)) {
+        *next = NULL;
+        return 0;
+    }
+    const int fresh = fp_fresh_is_of_now(*next);
+    *next = fresh ? NULL : *next;
+    return fresh < 0 ? -1 : 0;
 }
 
 /* Start to gather the unit that came next in the last forward, and the small ones after it. Stale units have a separate
@@ -47,14 +52,10 @@ prefetch_forward(fp_unit *unit, int first)
             FP_TRY(fp_unshard_start(stale));
         }
     }
-    fp_unit *next = unit->next_forward;
-    if (next == NULL || next->stale == FP_STALE_YES || !fp_fresh_may_gather_ahead(next) ||
-        !(gathers_ahead(unit) || fp_unshard_is_small(next))) {
-        return 0;
-    }
-    const int fresh = fp_fresh_is_of_now(next);
-    FP_TRY(fresh);
-    return fresh ? 0 : fp_unshard_start_small(next, after);
+    fp_unit *next;
+    FP_TRY(find_next(unit, &next));
+    return next != NULL && (gathers_ahead(unit) || fp_unshard_is_small(next)) ? fp_unshard_start_small(next, find_next)
+                                                                              : 0;
 }
 
 /* The backward packs the gradients on the stream that this forward computes on. */

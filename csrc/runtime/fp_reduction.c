@@ -89,7 +89,7 @@ static int
 start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
     fp_flat_buffer_note_trained(flat_param->flat, flat_param->owners.params, flat_param->owners.n);
-    unit->root->reductions++;
+    unit->root->counts[FP_COUNT_REDUCTIONS]++;
     return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->shard, fp_unit_collectives(unit),
                                        how_far);
 }

@@ -64,6 +64,10 @@ typedef enum {
     FP_PHASE_RECORDS,  /* a backward, and its gradients may be differentiated (create_graph=True) */
 } fp_phase;
 
+/* What fp_root.counts counts: gathers of sharded units; gathers of secondary shards from the shards, one a unit; reductions,
+ * one a flat parameter. */
+enum { FP_COUNT_GATHERS, FP_COUNT_REFRESHES, FP_COUNT_REDUCTIONS, FP_COUNTS };
+
 /* _C.Root. Units own it (fp_unit.root); it borrows them. A unit that is freed takes itself out of every list here
  * (fp_iteration_leave_root). */
 typedef struct {
@@ -117,9 +121,7 @@ typedef struct {
     int64_t pass; /* passes begun; incremented before the first collective of a pass */
     /* Grows with each step, outside of a backward, of an optimizer that holds parameters of the units. Alike on all ranks. */
     int64_t optimizer_steps;
-    /* For tests alone: gathers of sharded units; gathers of secondary shards from the shards, one a unit; reductions, one a
-     * flat parameter. */
-    int64_t gathers, refreshes, reductions;
+    int64_t counts[FP_COUNTS]; /* for tests alone */
 } fp_root;
 
 /* Whether the gathered data, or the secondary shard, of a unit is older than some rank's shard. Alike on all ranks. */
@@ -172,8 +174,9 @@ typedef struct fp_unit {
     /* Writes to the shard between the start of a forward of the model and this unit's turn, which forbid gathering ahead:
      * fp_fresh.c. */
     unsigned ahead; /* a set of FP_AHEAD_* */
-    int64_t
-        seen_writes; /* the count of writes at the forward of the unit before this one; -1: not noted in this pass */
+    /* The count of writes at the forward of the unit before this one, with min_unit_bytes at the first forward of the pass;
+     * -1: not noted in this pass. */
+    int64_t seen_writes;
 
     int64_t recorded;    /* root->optimizer_steps when for_graph was set last; -1: never */
     int task;            /* autograd's graph task that came to this unit last */

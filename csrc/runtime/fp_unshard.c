@@ -237,7 +237,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         if (from_shards) {
             flat_param->synced = versions;
             flat_param->synced_steps = fp_optimizer_steps;
-            root->refreshes += k == 0 && fp_unit_has_secondary_shard(unit);
+            root->counts[FP_COUNT_REFRESHES] += k == 0 && fp_unit_has_secondary_shard(unit);
         }
         flat_param->versions = versions;
         flat_param->gathered = 1;
@@ -279,7 +279,7 @@ start_gather(fp_unit *unit, int joined)
     FP_TRY(fp_unshard_move(unit, FP_UNIT_END_START)); /* fails if code of the user has freed it meanwhile */
     unit->stale = unit->stale == FP_STALE_NO ? FP_STALE_NO : FP_STALE_GATHERED;
     unit->suspect = unit->suspect && fp_unit_has_secondary_shard(unit);
-    root->gathers += gathered && fp_unit_is_sharded(unit);
+    root->counts[FP_COUNT_GATHERS] += gathered && fp_unit_is_sharded(unit);
     fp_unit_check(unit, "start_gather");
     return 0;
 }
@@ -322,12 +322,13 @@ fp_unshard_is_small(const fp_unit *unit)
 
 /* Find the units to gather with group[0], and return how many they are together; -1. */
 static Py_ssize_t
-find_together(fp_unit **group, fp_unit *(*following)(fp_unit *unit))
+find_together(fp_unit **group, int (*find_next)(const fp_unit *unit, fp_unit **next))
 {
     Py_ssize_t n = 1;
     int64_t bytes = unsharded_bytes(group[0]);
     while (n < MOST_TOGETHER && bytes < group[0]->root->min_unit_bytes) {
-        fp_unit *next = following(group[n - 1]);
+        fp_unit *next;
+        FP_TRY(find_next(group[n - 1], &next));
         if (next == NULL || !fp_unshard_is_small(next)) {
             return n;
         }
@@ -410,13 +411,13 @@ start_together(fp_unit *const *group, Py_ssize_t n)
 }
 
 int
-fp_unshard_start_small(fp_unit *first, fp_unit *(*following)(fp_unit *unit))
+fp_unshard_start_small(fp_unit *first, int (*find_next)(const fp_unit *unit, fp_unit **next))
 {
     if (!fp_unshard_is_small(first)) {
         return fp_unshard_start(first);
     }
     fp_unit *group[MOST_TOGETHER] = {first};
-    const Py_ssize_t n = find_together(group, following);
+    const Py_ssize_t n = find_together(group, find_next);
     for (Py_ssize_t i = 0; i < n; i++) {
         Py_INCREF(group[i]); /* code of the user may run */
     }

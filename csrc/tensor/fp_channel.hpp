@@ -58,6 +58,19 @@ struct Pending {
 // collective must not be issued.
 void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
 
+// A hash of numbers for announce(), of FP_EVENT_TRAINED_BITS.
+template <class Numbers, class NumberOf>
+uint32_t
+hash_of(const Numbers &numbers, NumberOf &&number_of)
+{
+    uint64_t hash = 1;
+    for (const auto &each : numbers) {
+        hash = hash * UINT64_C(0x9E3779B97F4A7C15) + number_of(each);
+    }
+    hash = (hash ^ hash >> 32) * UINT64_C(0xD6E8FEB86659FD93);
+    return static_cast<uint32_t>(hash >> (64 - FP_EVENT_TRAINED_BITS));
+}
+
 // Whether the backend can multiply tensors like this one by a factor as it adds them up. NCCL can, here in fp32 and fp64 only:
 // in bf16 torch 2.13 passes it the upper half of a wide factor.
 bool premultiplies(const fp_group &group, const at::Tensor &tensor);

@@ -52,7 +52,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, cons
             PyObject *collectives)
 {
     check_memory(own, name_of(flat));
-    if (flat.packed.may) {
+    if (flat.packed.may && own.is_cpu()) { // not if it was moved to a device since _begin_pack()
         flat.packed.own = own;
         return true;
     }
@@ -307,7 +307,8 @@ gather_pack(const std::vector<fp_flat_buffer *> &flats, PyObject *collectives)
     for (const fp_flat_buffer *flat : flats) {
         std::memcpy(memory_at(pack->own) + flat->packed.first, memory_at(flat->packed.own), flat->packed.own.nbytes());
     }
-    announce(group, FP_EVENT_GATHERS, static_cast<uint32_t>(flats.size()));
+    const uint32_t hash = hash_of(flats, [](const fp_flat_buffer *flat) { return flat->primary.group->numbers[0]; });
+    announce(group, FP_EVENT_GATHERS, hash >> 8 << 8 | static_cast<uint32_t>(std::min(flats.size(), size_t{255})));
     c10::intrusive_ptr<c10d::Work> work;
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "all_gather", pack->whole, pack->own, group);

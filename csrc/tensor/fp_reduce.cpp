@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <span>
 
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
@@ -385,12 +386,8 @@ fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients,
 void
 fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) noexcept
 {
-    uint64_t hash = 1;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        hash = hash * UINT64_C(0x9E3779B97F4A7C15) + (THPVariable_Unpack(owners[i]).requires_grad() ? 1 : 0);
-    }
-    hash = (hash ^ hash >> 32) * UINT64_C(0xD6E8FEB86659FD93);
-    flat->trained = static_cast<uint32_t>(hash >> (64 - FP_EVENT_TRAINED_BITS));
+    flat->trained = fp::hash_of(std::span(owners, static_cast<size_t>(n)),
+                                [](PyObject *owner) { return THPVariable_Unpack(owner).requires_grad() ? 1U : 0U; });
 }
 
 int

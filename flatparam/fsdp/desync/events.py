@@ -102,7 +102,7 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
     gathers = kind == _C.EVENT_GATHERS
     trained = ids.trained(number) if more and not gathers else {}
-    others = f" and {more - 1} flat parameters of small units with it" if more and gathers else ""
+    others = f" and {more % 256 - 1} flat parameters of small units with it" if more and gathers else ""
     return CollectiveEvent(
         rank,
         step,
@@ -114,20 +114,23 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
 
 def is_learning(event: CollectiveEvent) -> bool:
     """Whether this is the consensus on the parameters that forwards write to: once, after the first forwards."""
-    return event.event // 2 % _C.EVENT_KINDS == _C.EVENT_LEARNS
+    return _kind(event) == _C.EVENT_LEARNS
 
 
 def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) -> tuple[str, str]:
     """Return how two ranks' reports of one collective differ, and what to do about it."""
     one, other = sorted((first, second))
-    if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0 and one.trained:
+    same_unit = one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0
+    if same_unit and _kind(one) != _C.EVENT_GATHERS:
         return _trained_by_one(ids, one, other), _TRAINED
     calls = [_call(event) for event in (one, other)]
     if calls[0] != calls[1]:
         return f"the ranks do different things: {one}, for {calls[0]}; {other}, for {calls[1]}", _ALIKE
     forward = ids.is_in_forward(_number(second))
     what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
-    which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
+    which = ""
+    if one.what == other.what and one.event // 2 != other.event // 2:
+        which = ", which are others" if same_unit else ", of another model"
     return f"{what}: {one}; {other}{which}", IN_ONE_ORDER
 
 
@@ -147,10 +150,13 @@ def _trained_by_one(ids: UnitIds, one: CollectiveEvent, other: CollectiveEvent) 
 
 def _call(post: CollectiveEvent) -> str:
     """Return the call that issues the collective, as a user writes it."""
-    kind = post.event // 2 % _C.EVENT_KINDS
-    if kind == _C.EVENT_EXCHANGES:
+    if _kind(post) == _C.EVENT_EXCHANGES:
         return _EXCHANGE_CALLS[_EXCHANGES[_number(post)]]
-    return _CALLS.get(kind, _STEP)
+    return _CALLS.get(_kind(post), _STEP)
+
+
+def _kind(post: CollectiveEvent) -> int:
+    return post.event // 2 % _C.EVENT_KINDS
 
 
 def _number(post: CollectiveEvent) -> int:

@@ -307,11 +307,12 @@ def _moments(
     staying, holding = _sums(stay), _sums(held)
     gradients = _sums(0 if plan.on_host else plan.gradient for plan in plans)
     is_reduced_twice = any(plan.halfway for plan in plans)
+    throughout = always + holding[end] + (gradients[end] if earlier else 0)
     for i in range(1, end):
         here = staying[i] + full[i] + (sum(forward[i]) or coming[i])
-        yield Moment(i, "forward", always + here + holding[end] + (staying[end] - staying[i + 1] if kept else 0))
+        yield Moment(i, "forward", throughout + here + (staying[end] - staying[i + 1] if kept else 0))
     if plans:
-        yield Moment(0, "forward", always + staying[end] + holding[end])
+        yield Moment(0, "forward", throughout + staying[end])
     for i in reversed(range(end)):
         plan = plans[i]
         last, before, first = (plans[i + k] if i + k < end else _NO_UNIT for k in (1, 2, 3))

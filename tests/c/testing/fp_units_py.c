@@ -21,8 +21,9 @@ fp_py_counts(PyObject *module, PyObject *object)
     const fp_root *root = (const fp_root *)object;
     return check_type(object, "flatparam._C.Root") < 0
                ? NULL
-               : Py_BuildValue("{sLsLsL}", "gathers", (long long)root->gathers, "refreshes", (long long)root->refreshes,
-                               "reductions", (long long)root->reductions);
+               : Py_BuildValue("{sLsLsL}", "gathers", (long long)root->counts[FP_COUNT_GATHERS], "refreshes",
+                               (long long)root->counts[FP_COUNT_REFRESHES], "reductions",
+                               (long long)root->counts[FP_COUNT_REDUCTIONS]);
 }
 
 PyObject *

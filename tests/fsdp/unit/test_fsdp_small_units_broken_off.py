@@ -7,6 +7,8 @@ Promises:
 - a hook of a collective that frees or uses a unit of the group is refused:
   `test_a_hook_of_the_gather_that_frees_a_unit`
 - after Ctrl-C in the wait for a group the model trains on: `test_ctrl_c.py`
+- ranks that gather the same number of units from the same one on, in different orders, are told:
+  `test_groups_in_different_orders`
 - wherever a rank is lost or interrupted, the others are told alike and in time: `test_ranks_that_are_lost`; what all
   ranks catch costs the step alone: `test_an_exception_that_all_ranks_catch_costs_the_step`
 - a write to a unit's parameters after its group is gathered, which no forward before has done, is refused, and after
@@ -17,14 +19,15 @@ import random
 
 import pytest
 import torch
-from fsdp_models import Averaged, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+import torch.distributed as dist
+from fsdp_models import Averaged, Block, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
 from gloo import fake_world
 from simulated_ranks import simulate_ranks
 from test_fsdp_small_units import SMALL, Chosen
 
 from benchmarks.c_testing import _C_testing
 from flatparam.fsdp.desync import torch_collectives
-from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.errors import OrderError, StateError
 from tests.simulation import checkers, faulty_programs
 from tests.simulation.faults import SEAMS, USER, Fault, draw, kinds_of
 from tests.simulation.process import simulated
@@ -186,3 +189,20 @@ def writes_late():
 
 def test_a_write_after_the_gather():
     simulate_ranks(writes_late, 2)
+
+
+def in_different_orders():
+    """Groups of three: rank 1 leaves out block 1, which was gathered for it; next time it gathers block 3 instead."""
+    bytes_of_three = 3 * sum(param.nbytes for param in Block(5).parameters())
+    model = wrap_blocks(make(cls=Chosen), process_group=dist.new_group(), min_unit_bytes=bytes_of_three)
+    with torch.no_grad():
+        for order in (range(7), range(7), (0, 2, 3, 4, 5, 6) if dist.get_rank() else range(7)):
+            model(data(0), order)
+        with pytest.raises(
+            OrderError, match=r"order differs .*blocks\.0` and 2 flat .*blocks\.0` and 2 flat .* others\. "
+        ):
+            model(data(0))
+
+
+def test_groups_in_different_orders():
+    simulate_ranks(in_different_orders, 2)
