@@ -220,6 +220,23 @@ def test_aligned_shards_and_whole_rows_are_those_of_the_runtime(capsys, tmp_path
             assert offsets == [offset for segment in wrapper._unit.flat_params for offset in segment.layout.offsets]
 
 
+def test_small_units_are_counted_as_by_the_runtime(capsys, tmp_path):
+    arguments = ["inspected:model", "--wrap", "Block", "--world-size", "3", "--use-orig-params"]
+    alone = inspect(capsys, tmp_path, *arguments)[1]
+    printed, found = inspect(capsys, tmp_path, *arguments, "--min-unit-bytes", "1000")
+    assert "units under 1000 bytes as one" in printed
+    with fake_world(3):
+        policy = ModuleWrapPolicy({Block})
+        wrapped = FSDP(inspected.model(), auto_wrap_policy=policy, use_orig_params=True, min_unit_bytes=1000)
+        planned = [(moment.phase, moment.bytes) for moment in wrapped.memory_plan().moments]
+    assert [(moment["phase"], moment["bytes"]) for moment in found["moments"]] == planned
+    more = [one["bytes"] - other["bytes"] for one, other in zip(found["moments"], alone["moments"], strict=True)]
+    # While the first block of two runs, the buffers of both are there; then the third block comes alone.
+    buffers = 2 * (found["units"][1]["bytes"]["unsharded"] + found["units"][1]["bytes"]["shard"])
+    assert more[:3] == [buffers, 0, 0]
+    assert buffers >= 2 * 4 * (BLOCK + BLOCK // 3)
+
+
 def test_units_by_size_are_those_of_the_runtime(capsys, tmp_path):
     _, found = inspect(capsys, tmp_path, "inspected:model", "--min-params", "60", "--world-size", "2")
     with fake_world(2):
@@ -281,6 +298,7 @@ ERRORS = [
     (["inspected:model", "--world-size", "0"], "--world-size must be at least 1, got 0"),
     (["inspected:model", "--world-size", str(10**22)], f"--world-size must be at most 2147483647, got {10**22}"),
     (["inspected:model", "--min-params", "0"], "--min-params must be at least 1, got 0"),
+    (["inspected:model", "--min-unit-bytes", "-1"], "--min-unit-bytes must be at least 0, got -1"),
     (["inspected:model", "--strategy", "HYBRID_SHARD"], "HYBRID_SHARD needs --shard-size"),
     (
         ["inspected:model", "--strategy", "HYBRID_SHARD", "--shard-size", "3"],
