@@ -21,7 +21,7 @@
  *   unit->ahead: LEARNED, WRITTEN             asked: one all-reduce when a forward begins after the first one of a unit,
  *                                            with and without gradients. refresh() forgets it on all ranks
  *   the capture of a CUDA graph (is_void)    control flow: all ranks capture the same calls
- *   device, root->prefetch                   settings, compared when the unit was made
+ *   device, root->prefetch, min_unit_bytes   settings, compared when the unit was made
  *
  * These are no inputs, as one rank alone may see them: versions and addresses of tensors that no rank asks about; steps of
  * other optimizers; other units in the process; objects that garbage collection has not freed yet.
