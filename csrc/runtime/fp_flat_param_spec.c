@@ -135,6 +135,7 @@ static const fp_field spec_fields[] = {
     FIELD(options., keep_reduce_dtype, FP_FIELD_BOOL),
     FIELD(options.plan., stays_full, FP_FIELD_BOOL),
     FIELD(options.plan., offloads, FP_FIELD_BOOL),
+    FIELD(options.plan., in_order, FP_FIELD_BOOL),
     {.name = NULL},
 };
 

@@ -230,11 +230,14 @@ all_reduce(const fp_group &group, const at::Tensor &tensor, double factor)
 }
 
 c10::intrusive_ptr<c10d::Work>
-exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent)
+exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent, bool only_other)
 {
     at::Tensor output = as_sent(received), input = as_sent(sent);
-    std::vector<int64_t> sizes(2, input.numel()); /* by rank: nothing to itself */
-    sizes[static_cast<size_t>(group.native->getRank())] = 0;
+    std::vector<int64_t> sizes; /* by rank; none: equal ones */
+    if (only_other) {
+        sizes.resize(2, input.numel());
+        sizes[static_cast<size_t>(group.native->getRank())] = 0;
+    }
     return started(group, input, [&](auto &native) {
         if constexpr (requires { native.all_to_all_single(output, input, sizes, sizes); }) {
             return native.all_to_all_single(output, input, sizes, sizes);

@@ -42,6 +42,7 @@ typedef struct {
     double predivide, postdivide; /* gradients are divided by them before and after the sum over the ranks */
     int stays_full;               /* release() keeps the memory */
     int offloads;                 /* the accumulated gradient lies in host memory between backwards */
+    int in_order;                 /* each rank's part of a gradient is added to .grad by itself, in rank order */
 } fp_flat_buffer_plan;
 typedef struct {
     fp_flat_buffer_plan plan;

@@ -258,7 +258,8 @@ group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &devi
     c10d::ProcessGroup *native = nullptr;
     for (Py_ssize_t k = 0; n > 1 && !device.is_cpu() && k < n; k++) {
         const fp_group *const group = what == FP_JOIN_REPLICAS ? flats[k]->replicate_group : flats[k]->primary.group;
-        if (group == nullptr || flats[k]->secondary.group != nullptr || (k > 0 && group->native.get() != native)) {
+        if (group == nullptr || flats[k]->secondary.group != nullptr || (k > 0 && group->native.get() != native) ||
+            (what == FP_JOIN_REDUCTIONS && flats[k]->in_order != 0)) {
             return nullptr;
         }
         native = group->native.get();

@@ -251,6 +251,67 @@ call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad, const ch
     }
 }
 
+// fp_gradients_add_pieces() of one gradient of the shard. is_part: of memory that .grad must not keep.
+void
+add_pieces(const fp_param_pieces &of, const char *which, const at::Tensor &reduced, double divisor,
+           at::ScalarType dtype, bool is_part, const char *name)
+{
+    at::Tensor grad = reduced;
+    const auto finish = [&] {
+        grad = divided(std::move(grad), divisor, dtype);
+        divisor = 1.0;
+    };
+    const std::vector<at::Tensor> targets = unpack_all(of.params, of.n);
+    std::vector<at::Tensor> hooked;
+    for (size_t i = 0; name != nullptr && i < targets.size(); i++) {
+        auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
+        if (meta == nullptr || of.numels[i] < 0 || which[i] == 0) {
+            continue;
+        }
+        if (meta->post_acc_grad_hooks_ != nullptr) {
+            hooked.push_back(targets[i]);
+        }
+        if (has_hooks_of_users(targets[i])) {
+            finish();
+            call_hooks(*meta, at_place(grad, piece_of(grad, targets[i], of, i)), name);
+        }
+    }
+    const at::Tensor together = shown_together(targets, of, which, grad, dtype);
+    if (together.defined()) {
+        add_divided(together, grad, divisor);
+    }
+    else {
+        finish();
+        if (is_part && grad.is_same(reduced)) {
+            grad = grad.clone();
+        }
+    }
+    std::vector<at::Tensor> pieces(targets.size()); /* all sums are made before the first .grad changes */
+    for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
+        if (of.numels[i] < 0 || which[i] == 0) {
+            continue;
+        }
+        pieces[i] = at_place(grad, piece_of(grad, targets[i], of, i));
+        const at::Tensor &earlier = targets[i].unsafeGetTensorImpl()->grad();
+        if (earlier.defined()) {
+            TORCH_CHECK_VALUE(earlier.sizes() == pieces[i].sizes(), "expected the gradient of parameter ", i,
+                              " to have shape ", pieces[i].sizes(), ", got ", earlier.sizes());
+            pieces[i].add_(strided(earlier));
+        }
+    }
+    for (size_t i = 0; i < targets.size(); i++) {
+        if (pieces[i].defined()) {
+            targets[i].mutable_grad() = std::move(pieces[i]);
+        }
+    }
+    for (const at::Tensor &target : hooked) {
+        const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
+        if (hook != nullptr && target.grad().defined()) {
+            (*hook)(target);
+        }
+    }
+}
+
 } // namespace
 } // namespace fp
 
@@ -302,58 +363,13 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        at::Tensor grad = fp::unpack(reduced->tensor);
-        const auto dtype = reduced->dtype < 0 ? grad.scalar_type() : static_cast<at::ScalarType>(reduced->dtype);
-        double divisor = reduced->divisor;
-        const auto finish = [&] {
-            grad = fp::divided(std::move(grad), divisor, dtype);
-            divisor = 1.0;
-        };
-        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        std::vector<at::Tensor> hooked;
-        for (size_t i = 0; name != nullptr && i < targets.size(); i++) {
-            auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
-            if (meta == nullptr || of->numels[i] < 0 || which[i] == 0) {
-                continue;
-            }
-            if (meta->post_acc_grad_hooks_ != nullptr) {
-                hooked.push_back(targets[i]);
-            }
-            if (fp::has_hooks_of_users(targets[i])) {
-                finish();
-                fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)), name);
-            }
-        }
-        const at::Tensor together = fp::shown_together(targets, *of, which, grad, dtype);
-        if (together.defined()) {
-            fp::add_divided(together, grad, divisor);
-        }
-        else {
-            finish();
-        }
-        std::vector<at::Tensor> pieces(targets.size()); /* all sums are made before the first .grad changes */
-        for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
-            if (of->numels[i] < 0 || which[i] == 0) {
-                continue;
-            }
-            pieces[i] = fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i));
-            const at::Tensor &earlier = targets[i].unsafeGetTensorImpl()->grad();
-            if (earlier.defined()) {
-                TORCH_CHECK_VALUE(earlier.sizes() == pieces[i].sizes(), "expected the gradient of parameter ", i,
-                                  " to have shape ", pieces[i].sizes(), ", got ", earlier.sizes());
-                pieces[i].add_(fp::strided(earlier));
-            }
-        }
-        for (size_t i = 0; i < targets.size(); i++) {
-            if (pieces[i].defined()) {
-                targets[i].mutable_grad() = std::move(pieces[i]);
-            }
-        }
-        for (const at::Tensor &target : hooked) {
-            const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
-            if (hook != nullptr && target.grad().defined()) {
-                (*hook)(target);
-            }
+        const at::Tensor &all = fp::unpack(reduced->tensor);
+        const auto dtype = reduced->dtype < 0 ? all.scalar_type() : static_cast<at::ScalarType>(reduced->dtype);
+        const int64_t parts = std::max(reduced->parts, 1), numel = all.numel() / parts;
+        for (int64_t k = 0; k < parts; k++) {
+            const at::Tensor part =
+                parts == 1 ? all : fp::alias(all, numel, int64_t{1}, all.storage_offset() + k * numel);
+            fp::add_pieces(*of, which, part, reduced->divisor, dtype, parts > 1, name);
         }
     });
 }

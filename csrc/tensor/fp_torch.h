@@ -114,6 +114,7 @@ typedef struct {
     PyObject *tensor; /* 1-D. As an argument it is borrowed, as a result a new reference */
     double divisor;   /* 1.0: no division */
     int dtype;        /* at::ScalarType as a number; < 0: tensor's dtype */
+    int parts;        /* > 1: the tensor is so many gradients of the shard, to be added one after the other */
 } fp_reduced;
 
 /* target = source, or target += source if accumulate, converted to target's dtype. Both are 1-D, contiguous, equally long and

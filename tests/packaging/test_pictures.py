@@ -100,7 +100,7 @@ def test_a_page_gives_its_figures_back(tmp_path):
         ),
         rows.Row("without ratio", "", "", "", {"ours": 0.25}, {}),
     ]
-    document.write({"x": rows.Table("x", "", "", made)}, {"cpu": "a | b"}, page)
+    document.write({"x": rows.Table("x", "", "", made)}, {"cpu": "a | b"}, page, targets=page)
     for row, back in zip(made, document.read(page)["x"].rows, strict=True):
         assert (back.what, back.size, back.unit) == (row.what, row.size, row.unit)
         assert back.values == {name: float(rows.number(value)) for name, value in row.values.items()}

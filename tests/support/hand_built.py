@@ -45,6 +45,7 @@ def part_of(module, **changes):
         "param_group": None,
         "outer_group": None,
         "offloads": False,
+        "in_order": False,
         "full_precision": False,
         "device": None,
         "extension": None,

@@ -54,6 +54,11 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> N
     _function("reduce_scatter")(output, whole, group=group)
 
 
+def exchange(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of each rank's ``whole`` ``[world size * n]`` to ``output``, in rank order."""
+    dist.all_to_all_single(output, whole, group=group)
+
+
 def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``tensor`` over the ranks, in place. ``same``: ``tensor`` again, for the common signature."""
     _function("all_reduce")(tensor, group=group)
@@ -119,3 +124,10 @@ class Faked:
             output.copy_(whole.view(-1, output.numel())[dist.get_rank(group)])
         else:
             self.base.reduce_scatter(output, whole, group)
+
+    def exchange(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        """Exchange parts, or take this rank's own gradient."""
+        if self.fakes.reduce:
+            output.copy_(whole)
+        else:
+            self.base.exchange(output, whole, group)

@@ -59,6 +59,7 @@ class FlatParamSpec:
     predivide: float = 1.0  # gradients are divided by it before the reduction
     postdivide: float = 1.0  # and by this afterwards
     offloads: bool = False  # gradients go to the host
+    in_order: bool = False  # parts of the ranks are added to the gradient one after the other, and not divided
     device: torch.device | None = None  # the device to compute on if the shard is on the host, else None
     extension: Extended | None = None  # makes other tensors for modules from views; None: modules see the views
     # makes new views objects of their parameters' classes
@@ -287,6 +288,8 @@ class FlatParam:
         predivide, postdivide = placement.factors
         if placement.full_precision and self.reduce_dtype in (torch.float32, torch.float64):
             predivide, postdivide = 1.0, predivide * postdivide  # no overflow in fp32: divide the smaller shard
+        if options.in_order:
+            predivide = postdivide = 1.0
         use_orig_params = options.use_orig_params
         return FlatParamSpec(
             entries=entries,
@@ -313,6 +316,7 @@ class FlatParam:
             param_group=describe_group(placement.param) if placement.has_secondary_shard else None,
             outer_group=describe_group(placement.outer),
             offloads=bool(options.offload_grads),
+            in_order=options.in_order,
             full_precision=placement.full_precision,
             device=options.device,
             extension=Extended([item.form for item in self.originals]) if self.has_forms else None,

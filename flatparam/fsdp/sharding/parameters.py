@@ -179,6 +179,7 @@ class Options:
     shard_alignment: int | None = None
     atomic: Atomic = None
     offload_grads: bool = False
+    in_order: bool = False  # reduction="ordered"
     device: torch.device | None = None  # the device to compute on if the shards are on the host, else None
     offload_params: bool = False  # as the user passed it, also if there is no accelerator
     extensions: tuple[FSDPExtensions, ...] = ()

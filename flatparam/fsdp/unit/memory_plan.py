@@ -47,6 +47,7 @@ class UnitPlan:
     - ``unpacked``: the gradients of the parameters, as autograd makes them.
     - ``wire``: the packed gradients, while they are reduced.
     - ``reduced``: the output of the reduction; 0 if it is in place.
+    - ``parts``: the gradients of the shard in ``reduced``: with ``reduction="ordered"`` one of each rank, else one.
     - ``kept``: the accumulated gradient, between micro-batches in ``no_sync``.
     - ``padding``: in the shards of all ranks together.
     - ``copy``: the secondary shard, during a step.
@@ -69,6 +70,7 @@ class UnitPlan:
     unpacked: int = 0
     wire: int = 0
     reduced: int = 0
+    parts: int = 1
     kept: int = 0
     padding: int = 0
     copy: int = 0
@@ -143,6 +145,7 @@ def plan_unit(
     nested: bool = False,
     offloads: bool = False,
     on_host: bool = False,
+    in_order: bool = False,
 ) -> UnitPlan:
     """The plan of a unit with the flat parameters ``flats``.
 
@@ -152,9 +155,11 @@ def plan_unit(
     - ``nested``: whether the accumulated gradient is sharded over these ranks too.
     - ``offloads``: whether the accumulated gradient lies in host memory between micro-batches.
     - ``on_host``: whether the shards lie in host memory.
+    - ``in_order``: whether it has ``reduction="ordered"``.
     """
     total: Any = Counter()
     inner = copy_shards if nested else 0  # the ranks of the first of two reductions
+    parts = flats[0].layout.world_size if flats and in_order else 1
     for flat in flats:
         layout, dtype, low = flat.layout, flat.dtype, flat.compute_dtype or flat.dtype
         numel, padded, shard = sum(layout.numels), layout.padded_numel, layout.shard_numel
@@ -169,7 +174,7 @@ def plan_unit(
         on_wire = flat.reduce_dtype or low
         wire = padded * on_wire.itemsize
         into = inner or layout.world_size
-        reduced = wire // into if into > 1 else 0
+        reduced = wire // into * parts if into > 1 else 0
         last = wire // layout.world_size if inner else 0
         total.update(
             gradient=shard * dtype.itemsize,
@@ -179,11 +184,12 @@ def plan_unit(
             reduced=reduced,
             kept=padded // (inner or 1) * max(4, dtype.itemsize),  # in fp32 at least
             halfway=reduced + last if last or spread.replicate is not None else 0,
-            converted=shard * dtype.itemsize if on_wire != dtype else 0,
+            converted=shard * dtype.itemsize if on_wire != dtype or parts > 1 else 0,
         )
     return UnitPlan(
         name=name,
         **total,
+        parts=parts,
         always_full=spread.param is None and spread.optim is not None,
         resharded=spread.reshard_after_forward,
         copy=total["full"] // copy_shards if copy_shards else 0,
@@ -229,7 +235,7 @@ def plan_tree(
         moments=added,
         peak_alone=peak_alone,
         peak_no_sync=peak_no_sync,
-        host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # 2: a new one is added to it
+        host=sum(plan.shard + plan.optimizer + (1 + plan.parts) * plan.gradient for plan in there)  # new ones are added
         + sum(plan.kept for plan in plans if plan.offloads),
     )
 
@@ -354,6 +360,7 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
         nested=placement.outer is not None,
         offloads=unit.options.offload_grads,
         on_host=unit.options.device is not None,
+        in_order=unit.options.in_order,
     )
 
 

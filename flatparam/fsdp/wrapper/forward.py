@@ -288,12 +288,19 @@ def _put_buffers(wrapper: Wrapper, in_full: bool) -> None:
 def no_sync(wrapper: Wrapper) -> contextlib.AbstractContextManager[None]:
     """Within the block gradients are accumulated unsharded, without reduction. For the root, between passes.
 
-    The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root.
+    The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root;
+    ValueError with ``reduction="ordered"``.
     """
     opened: list[tuple[_C.Root, list[object]]] = []
 
     def begin() -> None:
         wrapper._check_root("no_sync")
+        for each in wrapper.fsdp_modules(wrapper):
+            if each._unit.options.in_order:
+                raise ValueError(
+                    f'no_sync: {each._unit.name} has reduction="ordered", and in no_sync() each rank would add up its '
+                    "own micro-batches first, in an order that depends on the number of ranks: call backward without it"
+                )
         if wrapper._unit.core.root is None:
             wrapper._lazy_init()
         root: Any = wrapper._unit.core.root
@@ -403,6 +410,8 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
         raise StateError("register_comm_hook: before the first forward")
     for each in wrapper.fsdp_modules(wrapper):
         placement = each._placement
+        if each._unit.options.in_order:
+            raise StateError(f'register_comm_hook: {each._unit.name} has reduction="ordered": leave one of the two out')
         if is_grid(each._strategy) or (placement.shards > 1 and (placement.replicas > 1 or placement.outer)):
             raise StateError(
                 "Communication hook is not supported for hybrid strategies: register_comm_hook is "

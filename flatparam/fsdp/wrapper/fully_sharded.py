@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partialmethod
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -131,6 +131,8 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         check_values: compare digests of the initial values over the ranks.
         min_unit_bytes: units with fewer unsharded bytes that follow each other are gathered as one, until it has so
             many bytes; in forward from the second one on. 0: each by itself.
+        reduction: None: ``.grad`` is the average over the ranks. ``"ordered"``: the sum, to which the ranks' gradients
+            are added one by one: its bits do not depend on the number of ranks (docs/equality.md).
 
     Building a wrapper is a collective call of the ranks in its groups.
     Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or are not
@@ -163,6 +165,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         offload_grads: bool = False,
         check_values: bool = True,
         min_unit_bytes: int = 0,
+        reduction: Literal["ordered"] | None = None,
     ):
         """Wrap ``module``. The arguments are described above."""
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
@@ -176,7 +179,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             check_types(module=module, **arguments)
             self._take_settings(module, arguments)
             ignored_modules_set, self._ignored_params = ignored(module, ignored_modules, ignored_states)
-            self._check_gradients(offload_grads)
+            self._check_gradients(offload_grads, reduction)
             refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
                 targets = self._targets(module, auto_wrap_policy, ignored_modules_set, arguments)
@@ -253,7 +256,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         self.cpu_offload = arguments["cpu_offload"] or CPUOffload()
         self._use_orig_params = arguments["use_orig_params"]
 
-    def _check_gradients(self, offload_grads: bool) -> None:
+    def _check_gradients(self, offload_grads: bool, reduction: str | None) -> None:
         """Raises: ValueError if the strategy does not add or offload gradients as the arguments ask."""
         if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
             raise ValueError(
@@ -264,6 +267,13 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             raise ValueError(
                 f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
                 "LAYER_ZERO_NESTED, which add them up over micro-batches"
+            )
+        if reduction not in (None, "ordered"):
+            raise ValueError(f'expected reduction to be "ordered" or None, got {reduction!r}')
+        if reduction is not None and (self._placement.replicate is not None or self._placement.outer is not None):
+            raise ValueError(
+                f'reduction="ordered" adds the gradients of all ranks in one order, and {self._strategy.name} reduces '
+                "them over two groups, or on all ranks: take FULL_SHARD, SHARD_GRAD_OP or ZERO_1"
             )
 
     def _take_inner(self, module: nn.Module) -> None:
@@ -301,6 +311,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             default_alignment(of_params) if alignment is None else alignment,
             arguments["atomic"],
             arguments["offload_grads"],
+            arguments["reduction"] is not None,
             computes_on,
             self.cpu_offload.offload_params,
             extensions,

@@ -36,7 +36,8 @@ from gloo import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision, BackwardPrefetch
 
-strategy, low, prefetch, whole = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
+strategy, _, reduction = sys.argv[1].partition(" ")
+low, prefetch, whole = sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
 kind = sys.argv[5]  # a backward added to an earlier one, one alone, or micro-batches in no_sync
 small = 2**25 if sys.argv[6:] else 0  # two or three units are gathered as one
 
@@ -64,6 +65,7 @@ with fake_world(4):
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch else None,
         "atomic": torch.Tensor.numel if whole else None,
         "min_unit_bytes": small,
+        "reduction": reduction or None,
         "device_mesh": init_device_mesh("cpu", (2, 2)) if "HYBRID" in strategy or "LAYER" in strategy else None,
     }
     tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
@@ -104,6 +106,13 @@ with fake_world(4):
         ("FULL_SHARD", "low", "none", "even", "kept"),
         ("SHARD_GRAD_OP", "low", "prefetch", "even", "kept"),
         ("NO_SHARD", "same", "prefetch", "even", "kept"),
+        *(
+            ("FULL_SHARD ordered", *how, "even", kind)
+            for how in (("same", "prefetch"), ("low", "none"))
+            for kind in ("added", "alone")
+        ),
+        ("ZERO_1 ordered", "low", "prefetch", "even", "alone"),
+        ("SHARD_GRAD_OP ordered", "same", "none", "whole", "added"),
         ("LAYER_ZERO", "low", "prefetch", "even", "kept"),
         ("LAYER_ZERO_NESTED", "low", "prefetch", "even", "kept"),
         *(("FULL_SHARD", "same", "prefetch", "even", kind, "small") for kind in ("added", "alone", "kept")),
