@@ -25,6 +25,7 @@ TABLES = {  # by the letter of docs/performance.md
     "optimizer": "bench_optimizer",
     "step": "bench_step",
     "wrap": "bench_wrap",
+    "reduce": "bench_reduce",
     "train": "bench_train",
     "gpt2": "bench_gpt2",
     "traced": "bench_traced",

@@ -354,7 +354,8 @@ inputs_done(void *object, int64_t when)
 static int
 takes_from_outside(const fp_flat_param *flat_param)
 {
-    return flat_param->params != NULL && flat_param->plan->primary.n == 1 && flat_param->plan->replicate_group != NULL;
+    return flat_param->params != NULL && fp_flat_param_plan(flat_param)->primary.n == 1 &&
+           fp_flat_param_plan(flat_param)->replicate_group != NULL;
 }
 
 /* Put hooks on the owners of flat parameter k. takes: param_gradient() may take their gradients. */

@@ -38,11 +38,11 @@ check_flat_param(const fp_unit *unit, const fp_flat_param *flat_param, const cha
     IMPLIES(flat_param->params == NULL, flat_param->shows == FP_SHOWS_NOTHING || flat_param->shows == FP_SHOWS_VIEWS);
     IMPLIES(flat_param->extended != NULL, flat_param->extension != NULL && flat_param->shows >= FP_SHOWS_VIEWS);
     IMPLIES(flat_param->shown != FP_SHOWN_REDUCED, has_accumulated);
-    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, flat_param->plan->primary.group == NULL);
-    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, flat_param->plan->primary.group == NULL);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED, fp_flat_param_plan(flat_param)->primary.group == NULL);
+    IMPLIES(flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE, fp_flat_param_plan(flat_param)->primary.group == NULL);
     IMPLIES(flat_param->aside.deferred_reduced != NULL, flat_param->shown == FP_SHOWN_UNREDUCED);
-    IMPLIES(fp_flat_param_is_nested(flat_param), flat_param->plan->secondary.group != NULL);
-    HOLDS((flat_param->plan->primary.n > 1) == (flat_param->plan->primary.group != NULL));
+    IMPLIES(fp_flat_param_is_nested(flat_param), fp_flat_param_plan(flat_param)->secondary.group != NULL);
+    HOLDS((fp_flat_param_plan(flat_param)->primary.n > 1) == (fp_flat_param_plan(flat_param)->primary.group != NULL));
     HOLDS(flat_param->synced_steps <= fp_optimizer_steps);
     IMPLIES(fp_flat_buffer_has_unreduced(flat_param->flat), in_backward);
     IMPLIES(flat_param->wanted != 0, unit->root->reduce_order.n > 0);
@@ -58,7 +58,7 @@ fp_unit_check(const fp_unit *unit, const char *where)
         const fp_flat_param *flat_param = &unit->flat_params[k];
         check_flat_param(unit, flat_param, where);
         gathered += flat_param->gathered;
-        HOLDS(fp_unit_is_sharded(unit) == (flat_param->plan->primary.group != NULL));
+        HOLDS(fp_unit_is_sharded(unit) == (fp_flat_param_plan(flat_param)->primary.group != NULL));
         HOLDS(fp_unit_has_secondary_shard(unit) == fp_flat_param_has_secondary_shard(flat_param));
     }
     HOLDS((unit->depth > 0) == fp_unit_is_in_forward(unit));

@@ -26,7 +26,7 @@ free_exchanges(fp_exchange *exchanges, Py_ssize_t n)
 static fp_group *
 group_of(const fp_unit *unit)
 {
-    return unit->flat_params[0].plan->primary.group;
+    return fp_flat_param_plan(&unit->flat_params[0])->primary.group;
 }
 
 /* New exchanges, one for each group over which units with is_in(unit) are sharded. Units stay in the order in which they

@@ -12,7 +12,7 @@ int64_t fp_flat_param_not_steppable;
 static int64_t
 accumulated_first(const fp_flat_param *flat_param)
 {
-    const fp_flat_buffer_plan *plan = flat_param->plan;
+    const fp_flat_buffer_plan *plan = fp_flat_param_plan(flat_param);
     return plan->secondary.rank * (plan->primary.n / plan->secondary.n * plan->shard_numel);
 }
 
@@ -20,7 +20,8 @@ accumulated_first(const fp_flat_param *flat_param)
 static int64_t
 own_first(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->primary.rank * flat_param->plan->shard_numel - accumulated_first(flat_param);
+    return fp_flat_param_plan(flat_param)->primary.rank * fp_flat_param_plan(flat_param)->shard_numel -
+           accumulated_first(flat_param);
 }
 
 /* ---- the attributes of modules, and .grad ---- */
@@ -53,7 +54,7 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
-    if (flat_param->plan->primary.group != NULL || flat_param->aside.deferred_reduced != NULL) {
+    if (fp_flat_param_plan(flat_param)->primary.group != NULL || flat_param->aside.deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
     return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_ACCUMULATED;
@@ -251,7 +252,7 @@ fp_flat_param_alias(fp_flat_param *flat_param)
         return 0;
     }
     /* by hand (leaf) pieces are 1-D over one rank too */
-    const int is_sharded = flat_param->plan->primary.n > 1 || flat_param->leaf != NULL;
+    const int is_sharded = fp_flat_param_plan(flat_param)->primary.n > 1 || flat_param->leaf != NULL;
     return fp_torch_set_shards(&flat_param->owners, flat_param->shard, is_sharded);
 }
 
@@ -523,8 +524,8 @@ defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
     if (reduced == NULL) {
         return 0;
     }
-    if (flat_param->plan->primary.group == NULL && flat_param->plan->replicate_group == NULL &&
-        flat_param->leaf == NULL) {
+    if (fp_flat_param_plan(flat_param)->primary.group == NULL &&
+        fp_flat_param_plan(flat_param)->replicate_group == NULL && flat_param->leaf == NULL) {
         const int status = fp_torch_convert(accumulated, reduced, 1);
         Py_CLEAR(flat_param->aside.deferred_reduced);
         for (Py_ssize_t i = 0; i < owners->n; i++) {

@@ -46,8 +46,7 @@ typedef struct {
      * one block that begins at starts. */
     fp_param_pieces owners;
     fp_flat_buffer *flat;
-    const fp_flat_buffer_plan *plan; /* its settings, borrowed from flat */
-    PyObject *shard;                 /* the flat Parameter: 1-D, this rank's shard */
+    PyObject *shard;  /* the flat Parameter: 1-D, this rank's shard */
     PyObject *params; /* tuple [n]: the original Parameters; NULL: use_orig_params=False, modules always have views */
     PyObject *views;  /* tuple [n] over the flat buffer; NULL before fp_unshard_make_views() */
     /* extension(views): a tuple [n] of tensors that modules have in place of the views (DTensors, say); NULL: none. */
@@ -74,12 +73,19 @@ typedef struct {
     unsigned wanted;                  /* a set of FP_WANTED_*, alike on all ranks of the group */
 } fp_flat_param;
 
+/* Its settings; borrowed. */
+static inline const fp_flat_buffer_plan *
+fp_flat_param_plan(const fp_flat_param *flat_param)
+{
+    return fp_flat_buffer_plan_of(flat_param->flat);
+}
+
 /* 1: the gathered data, or a secondary shard, is used again until the shards change. */
 static inline int
 fp_flat_param_has_secondary_shard(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->primary.n > 1 &&
-           (flat_param->plan->stays_full || flat_param->plan->secondary.group != NULL);
+    return fp_flat_param_plan(flat_param)->primary.n > 1 &&
+           (fp_flat_param_plan(flat_param)->stays_full || fp_flat_param_plan(flat_param)->secondary.group != NULL);
 }
 
 /* 1: the gathered data keeps its memory after a forward and a backward, as there is no secondary group to gather it over
@@ -87,7 +93,8 @@ fp_flat_param_has_secondary_shard(const fp_flat_param *flat_param)
 static inline int
 fp_flat_param_stays_full(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->primary.n > 1 && flat_param->plan->stays_full && flat_param->plan->secondary.group == NULL;
+    return fp_flat_param_plan(flat_param)->primary.n > 1 && fp_flat_param_plan(flat_param)->stays_full &&
+           fp_flat_param_plan(flat_param)->secondary.group == NULL;
 }
 
 /* 1: when the views were made, no owner required grad, so they have no autograd node. */
@@ -101,7 +108,7 @@ fp_flat_param_is_untracked(const fp_flat_param *flat_param)
 static inline int
 fp_flat_param_is_nested(const fp_flat_param *flat_param)
 {
-    return flat_param->plan->outer_group != NULL;
+    return fp_flat_param_plan(flat_param)->outer_group != NULL;
 }
 
 /* ---- life ---- */

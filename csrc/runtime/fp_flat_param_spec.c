@@ -177,7 +177,6 @@ take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
         fp_flat_buffer_free_groups(plan);
         return -1;
     }
-    flat_param->plan = fp_flat_buffer_plan_of(flat_param->flat);
     return 0;
 }
 

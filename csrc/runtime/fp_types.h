@@ -246,7 +246,7 @@ fp_root_synchronizes(const fp_root *root)
 static inline int
 fp_unit_is_sharded(const fp_unit *unit)
 {
-    return unit->n_flat_params > 0 && unit->flat_params[0].plan->primary.group != NULL;
+    return unit->n_flat_params > 0 && fp_flat_param_plan(&unit->flat_params[0])->primary.group != NULL;
 }
 
 /* 1: the flat parameters have a secondary shard, or stay gathered until their shards change. */

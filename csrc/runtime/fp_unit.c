@@ -160,10 +160,10 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = flat_param->plan->primary.group,
-                                             [FP_GROUP_REPLICATE] = flat_param->plan->replicate_group,
-                                             [FP_GROUP_PARAM] = flat_param->plan->secondary.group,
-                                             [FP_GROUP_OUTER] = flat_param->plan->outer_group};
+        fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = fp_flat_param_plan(flat_param)->primary.group,
+                                             [FP_GROUP_REPLICATE] = fp_flat_param_plan(flat_param)->replicate_group,
+                                             [FP_GROUP_PARAM] = fp_flat_param_plan(flat_param)->secondary.group,
+                                             [FP_GROUP_OUTER] = fp_flat_param_plan(flat_param)->outer_group};
         fp_group *group = groups[which % FP_GROUPS];
         if (group != NULL) {
             fp_group_watch(group, (int)(which / FP_GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),

@@ -76,8 +76,8 @@ fp_by_hand_drive(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
                             unit->name);
     }
     flat_param->leaf = Py_NewRef(args[0]);
-    watch(flat_param->plan->primary.group, args[1], sliced);
-    watch(flat_param->plan->secondary.group, args[2], sliced);
+    watch(fp_flat_param_plan(flat_param)->primary.group, args[1], sliced);
+    watch(fp_flat_param_plan(flat_param)->secondary.group, args[2], sliced);
     fp_flat_buffer_lose_size(flat_param->flat);
     FP_TRY_NULL(fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, PyUnicode_AsUTF8(unit->reason)));
     return fp_flat_buffer_unsharded(flat_param->flat);

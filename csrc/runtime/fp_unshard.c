@@ -554,7 +554,7 @@ fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param)
     if (!fp_unshard_frees_passed(unit)) {
         return 0;
     }
-    if (fp_root_synchronizes(unit->root) && flat_param->plan->secondary.group != NULL &&
+    if (fp_root_synchronizes(unit->root) && fp_flat_param_plan(flat_param)->secondary.group != NULL &&
         fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
         return -1;
     }

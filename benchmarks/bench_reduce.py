@@ -1,0 +1,134 @@
+"""l. Reductions on gloo: the runtime's, averaged or added in one order, beside gloo's reduce-scatter and all-reduce."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import main
+from benchmarks.measuring import in_turn
+from benchmarks.rows import Row, Table, Target
+from flatparam import FullyShardedDataParallel, ShardingStrategy
+from flatparam.fsdp.desync.torch_collectives import reduce_scatter
+
+REDUCE_SCATTER, ALL_REDUCE = "gloo reduce-scatter", "gloo all-reduce"
+RUNTIME, ORDERED = "flatparam runtime", "flatparam ordered"
+RANKS = (2, 3, 4)
+SIZES = (10, 100, 1024, 4096, 10 * 1024, 50 * 1024)  # KiB
+BOUND = 0.8  # of gloo's reduce-scatter, for two ranks
+
+
+class Given(torch.autograd.Function):
+    """A gradient that costs nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return ctx.gradient, None
+
+
+class Weight(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = Given.apply(self.weight, gradient)
+        return loss
+
+
+def _timed(before: Callable[[], Callable[[], object]]) -> Callable[[], dict[str, float]]:
+    """Samples of the call that ``before`` returns, from a moment when all ranks have come."""
+
+    def sample() -> dict[str, float]:
+        call = before()
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        return {"reduction": time.perf_counter() - start}
+
+    return sample
+
+
+def _contestants(kib: int) -> dict[str, Callable[[], dict[str, float]]]:
+    ranks = dist.get_world_size()
+    whole = torch.ones(kib * 256 // ranks * ranks)
+    part, world = torch.empty(len(whole) // ranks), dist.distributed_c10d._get_default_group()
+
+    def wrapped(reduction: Literal["ordered"] | None) -> Callable[[], Callable[[], object]]:
+        strategy = ShardingStrategy.SHARD_GRAD_OP
+        model = FullyShardedDataParallel(Weight(len(whole)), sharding_strategy=strategy, reduction=reduction)
+
+        def backward() -> Callable[[], object]:
+            model.zero_grad()
+            return model(whole).backward  # type: ignore[no-any-return]
+
+        return backward
+
+    return {
+        REDUCE_SCATTER: _timed(lambda: lambda: reduce_scatter(part, whole.clone(), world)),
+        ALL_REDUCE: _timed(lambda: lambda: dist.all_reduce(whole.clone())),
+        RUNTIME: _timed(wrapped(None)),
+        ORDERED: _timed(wrapped("ordered")),
+    }
+
+
+def _serve(connection: Connection, store: str, rank: int, ranks: int, sizes: tuple[int, ...], quick: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    for kib in sizes:
+        [(_, medians)] = in_turn(_contestants(kib), 3, 2 if quick else max(2, min(20, 4096 // kib)), 1).items()
+        connection.send(medians)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(quick: bool) -> Table:
+    """Seconds of the slowest rank, by ranks and sizes."""
+    table = Table(
+        "l",
+        "reductions of fp32 gradients on gloo, on one machine",
+        "wall time of the slowest rank: a backward, and calls on a new copy of the gradient, as a backward packs it",
+    )
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("spawn")
+    for ranks in RANKS[1:2] if quick else RANKS:
+        with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder:
+            pipes = [context.Pipe() for _ in range(ranks)]
+            sizes = SIZES[::2] if quick else SIZES
+            processes = [
+                context.Process(
+                    target=_serve, args=(theirs, str(Path(folder) / "store"), rank, ranks, sizes, quick), daemon=True
+                )
+                for rank, (_, theirs) in enumerate(pipes)
+            ]
+            for process in processes:
+                process.start()
+            for kib in sizes:
+                of_ranks = [ours.recv() for ours, _ in pipes]
+                slowest = {
+                    name: [max(values) for values in zip(*(found[name] for found in of_ranks), strict=True)]
+                    for name in of_ranks[0]
+                }
+                targets = [Target(RUNTIME, BOUND, text=f"<= {BOUND}")] if ranks == 2 and kib >= 1024 else []
+                size = f"{ranks} ranks, {kib} KiB"
+                table.rows.append(Row.of("reduction", size, "ms", REDUCE_SCATTER, slowest, 1e3, targets, ranks=ranks))
+            for process in processes:
+                process.join()
+    return table
+
+
+if __name__ == "__main__":
+    main.run_one(measure)
