@@ -51,7 +51,7 @@ def batch(step, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def wrapped(strategy, min_unit_bytes):
+def wrapped(strategy, min_unit_bytes=0):
     net, arguments = model(), {"sharding_strategy": ShardingStrategy[strategy], "min_unit_bytes": min_unit_bytes}
     for i in range(len(net)):
         net[i] = FSDP(net[i], **arguments)
