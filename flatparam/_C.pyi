@@ -36,6 +36,7 @@ GROUP_REPLICATE: int
 GROUP_PARAM: int
 GROUP_OUTER: int
 GROUPS: int
+MOST_TOGETHER: int
 
 @disjoint_base
 class Layout:

@@ -6,6 +6,7 @@
 #include "runtime/fp_root.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_unit.h"
+#include "runtime/fp_unshard.h"
 
 /* Add the table of a new file here, and declare it in fp_tables.h. */
 static PyMethodDef *const fp_method_tables[] = {
@@ -43,6 +44,7 @@ static const struct {
     {"GROUP_PARAM", FP_GROUP_PARAM},
     {"GROUP_OUTER", FP_GROUP_OUTER},
     {"GROUPS", FP_GROUPS},
+    {"MOST_TOGETHER", FP_MOST_TOGETHER},
 };
 
 static int

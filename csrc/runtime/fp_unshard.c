@@ -301,8 +301,6 @@ fp_unshard_start(fp_unit *unit)
  * freed by itself. Gradients are reduced unit by unit: a sum over more than two ranks of gloo depends on the place in the
  * buffer. */
 
-enum { MOST_TOGETHER = 64 };
-
 static int64_t
 unsharded_bytes(const fp_unit *unit)
 {
@@ -326,7 +324,7 @@ find_together(fp_unit **group, int (*find_next)(const fp_unit *unit, fp_unit **n
 {
     Py_ssize_t n = 1;
     int64_t bytes = unsharded_bytes(group[0]);
-    while (n < MOST_TOGETHER && bytes < group[0]->root->min_unit_bytes) {
+    while (n < FP_MOST_TOGETHER && bytes < group[0]->root->min_unit_bytes) {
         fp_unit *next;
         FP_TRY(find_next(group[n - 1], &next));
         if (next == NULL || !fp_unshard_is_small(next)) {
@@ -416,7 +414,7 @@ fp_unshard_start_small(fp_unit *first, int (*find_next)(const fp_unit *unit, fp_
     if (!fp_unshard_is_small(first)) {
         return fp_unshard_start(first);
     }
-    fp_unit *group[MOST_TOGETHER] = {first};
+    fp_unit *group[FP_MOST_TOGETHER] = {first};
     const Py_ssize_t n = find_together(group, find_next);
     for (Py_ssize_t i = 0; i < n; i++) {
         Py_INCREF(group[i]); /* code of the user may run */

@@ -251,43 +251,35 @@ call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad, const ch
     }
 }
 
-// fp_gradients_add_pieces() of one gradient of the shard. is_part: of memory that .grad must not keep.
+// Call the hooks of register_hook() of the parameters with which[i] with their pieces of grad, and write the results to it.
 void
-add_pieces(const fp_param_pieces &of, const char *which, const at::Tensor &reduced, double divisor,
-           at::ScalarType dtype, bool is_part, const char *name)
+call_hooks_of(const std::vector<at::Tensor> &targets, const fp_param_pieces &of, const char *which,
+              const at::Tensor &grad, const char *name)
 {
-    at::Tensor grad = reduced;
-    const auto finish = [&] {
-        grad = divided(std::move(grad), divisor, dtype);
-        divisor = 1.0;
-    };
-    const std::vector<at::Tensor> targets = unpack_all(of.params, of.n);
-    std::vector<at::Tensor> hooked;
-    for (size_t i = 0; name != nullptr && i < targets.size(); i++) {
-        auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
-        if (meta == nullptr || of.numels[i] < 0 || which[i] == 0) {
-            continue;
-        }
-        if (meta->post_acc_grad_hooks_ != nullptr) {
-            hooked.push_back(targets[i]);
-        }
-        if (has_hooks_of_users(targets[i])) {
-            finish();
+    for (size_t i = 0; i < targets.size(); i++) {
+        if (of.numels[i] >= 0 && which[i] != 0 && has_hooks_of_users(targets[i])) {
+            auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
             call_hooks(*meta, at_place(grad, piece_of(grad, targets[i], of, i)), name);
         }
     }
-    const at::Tensor together = shown_together(targets, of, which, grad, dtype);
+}
+
+// Add one gradient of the shard. is_part: .grad must not keep its memory.
+void
+add_pieces(const std::vector<at::Tensor> &targets, const fp_param_pieces &of, const char *which,
+           const at::Tensor &reduced, double divisor, at::ScalarType dtype, bool is_part)
+{
+    const at::Tensor together = shown_together(targets, of, which, reduced, dtype);
     if (together.defined()) {
-        add_divided(together, grad, divisor);
+        add_divided(together, reduced, divisor);
+        return;
     }
-    else {
-        finish();
-        if (is_part && grad.is_same(reduced)) {
-            grad = grad.clone();
-        }
+    at::Tensor grad = divided(reduced, divisor, dtype);
+    if (is_part && grad.is_same(reduced)) {
+        grad = grad.clone();
     }
     std::vector<at::Tensor> pieces(targets.size()); /* all sums are made before the first .grad changes */
-    for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
+    for (size_t i = 0; i < targets.size(); i++) {
         if (of.numels[i] < 0 || which[i] == 0) {
             continue;
         }
@@ -302,12 +294,6 @@ add_pieces(const fp_param_pieces &of, const char *which, const at::Tensor &reduc
     for (size_t i = 0; i < targets.size(); i++) {
         if (pieces[i].defined()) {
             targets[i].mutable_grad() = std::move(pieces[i]);
-        }
-    }
-    for (const at::Tensor &target : hooked) {
-        const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
-        if (hook != nullptr && target.grad().defined()) {
-            (*hook)(target);
         }
     }
 }
@@ -365,11 +351,37 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
         const fp::Plainly plainly;
         const at::Tensor &all = fp::unpack(reduced->tensor);
         const auto dtype = reduced->dtype < 0 ? all.scalar_type() : static_cast<at::ScalarType>(reduced->dtype);
-        const int64_t parts = std::max(reduced->parts, 1), numel = all.numel() / parts;
-        for (int64_t k = 0; k < parts; k++) {
-            const at::Tensor part =
-                parts == 1 ? all : fp::alias(all, numel, int64_t{1}, all.storage_offset() + k * numel);
-            fp::add_pieces(*of, which, part, reduced->divisor, dtype, parts > 1, name);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
+        std::vector<at::Tensor> hooked; /* with hooks of register_post_accumulate_grad_hook() */
+        bool changes = false;           /* one has hooks of register_hook() */
+        for (size_t i = 0; name != nullptr && i < targets.size(); i++) {
+            const auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
+            if (meta == nullptr || of->numels[i] < 0 || which[i] == 0) {
+                continue;
+            }
+            if (meta->post_acc_grad_hooks_ != nullptr) {
+                hooked.push_back(targets[i]);
+            }
+            changes = changes || fp::has_hooks_of_users(targets[i]);
+        }
+        const int64_t n = std::max(reduced->parts, 1), numel = all.numel() / n;
+        const double divisor = changes ? 1.0 : reduced->divisor;
+        std::vector<at::Tensor> parts;
+        for (int64_t k = 0; k < n; k++) { /* all hooks have run before the first .grad changes */
+            parts.push_back(n == 1 ? all : fp::alias(all, numel, int64_t{1}, all.storage_offset() + k * numel));
+            if (changes) {
+                parts.back() = fp::divided(std::move(parts.back()), reduced->divisor, dtype);
+                fp::call_hooks_of(targets, *of, which, parts.back(), name);
+            }
+        }
+        for (const at::Tensor &part : parts) {
+            fp::add_pieces(targets, *of, which, part, divisor, dtype, n > 1);
+        }
+        for (const at::Tensor &target : hooked) {
+            const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
+            if (hook != nullptr && target.grad().defined()) {
+                (*hook)(target);
+            }
         }
     });
 }

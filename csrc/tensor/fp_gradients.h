@@ -25,9 +25,10 @@ int fp_gradients_set(PyObject *tensor, PyObject *grad);
 Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
 /* params[i].grad += its piece of grad, where which[i]; the piece has the shape of params[i]. grad is the gradient of the shard,
  * and its memory may be changed. If all these .grad are pieces of one tensor, grad is added to that in one pass; else they
- * become pieces of grad's memory.
- * name: of the unit, in errors. As autograd does, hooks of register_hook() are called with the piece before, and hooks of
- * register_post_accumulate_grad_hook() after; NULL: no hook is called. An exception may leave some .grad set. */
+ * become pieces of grad's memory. With grad->parts > 1 the same for each part, in order, and .grad keeps no part's memory.
+ * name: of the unit, in errors. As autograd does, hooks of register_hook() are called with the piece before, for each part; an
+ * exception of theirs leaves each .grad as it was. Hooks of register_post_accumulate_grad_hook() are called once in the end,
+ * when each .grad is complete. NULL: no hook is called. */
 int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, const char *name);
 /* The gradient of the shard, made of all params[i].grad, with zeros where a parameter has none. A new reference: the tensor in
  * which all of them lie as pieces, or else a new tensor. None: no parameter has a gradient. has[i] = 1 if parameter i has

@@ -2,7 +2,7 @@
 // shard; see fp_flat_buffer.h. [total] tensors unless a comment says otherwise:
 //
 //   gradients of views -> reduce_input           packed in reduce_dtype, divided by predivide
-//   reduce_input -> reduce_output [shard_numel]  reduce-scatter over the primary group
+//   reduce_input -> reduce_output [shard_numel]  reduce-scatter over the primary group. in_order: an all-to-all to [total]
 //   reduce_output                                all-reduce over replicate_group, if there is one
 //   reduce_output                                divided by postdivide; copied if the shard lies on the host
 //
@@ -34,7 +34,7 @@ void
 pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const fp_gradients &gradients, const How &how)
 {
     pack_pieces(target, *flat.geometry, gradients.list, flat.unsharded.options(), how, name_of(flat));
-    for (size_t i = 0; !how.accumulate && i < gradients.list.size(); i++) {
+    for (size_t i = 0; flat.in_order != 0 && !how.accumulate && i < gradients.list.size(); i++) {
         if (!gradients.list[i].defined()) {
             none(flat, alias(target, flat.geometry->views[i]));
         }

@@ -164,6 +164,7 @@ NAMES = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
     "all_reduce": ("all_reduce",),
+    "exchange": ("all_to_all_single",),
 }
 
 

@@ -102,7 +102,7 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
     gathers = kind == _C.EVENT_GATHERS
     trained = ids.trained(number) if more and not gathers else {}
-    others = f" and {more % 256 - 1} flat parameters of small units with it" if more and gathers else ""
+    others = f" and {more % 256 - 1} flat parameters of small units with it" if more % 256 > 1 and gathers else ""
     return CollectiveEvent(
         rank,
         step,

@@ -56,7 +56,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> N
 
 def exchange(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's part of each rank's ``whole`` ``[world size * n]`` to ``output``, in rank order."""
-    dist.all_to_all_single(output, whole, group=group)
+    _function("exchange")(output, whole, group=group)
 
 
 def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:

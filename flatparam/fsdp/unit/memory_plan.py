@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import _C
 from ...common.layout import FlatLayout
 from ...common.redundancy import bytes_of_copies
 from ...common.tables import aligned, human, merged
@@ -245,9 +246,6 @@ def _sums(values: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(values, initial=0))
 
 
-MOST_TOGETHER = 64  # small units that are gathered as one
-
-
 class _Ahead(NamedTuple):
     """Bytes that are there for units that are gathered ahead: in ``shards`` until their gathers have ended."""
 
@@ -265,7 +263,7 @@ def _units_ahead(
     found, together, buffers = {}, list[UnitPlan](), 0
     for at, unit in enumerate(order):
         together = together[1:]
-        following = [plans[i] for i in order[at + 1 : at + 1 + MOST_TOGETHER]]
+        following = [plans[i] for i in order[at + 1 : at + 1 + _C.MOST_TOGETHER]]
         if not together:
             together = _small(following, min_unit_bytes)
             buffers = sum(each.full + each.full // each.shards for each in together) if packs and together[1:] else 0

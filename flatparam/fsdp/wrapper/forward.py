@@ -203,7 +203,7 @@ def lazy_init(wrapper: Wrapper) -> None:
     )
     wrappers = wrapper.fsdp_modules(root)
     for each in wrappers:
-        for name in ("_use_orig_params", "_min_unit_bytes", "limit_all_gathers"):
+        for name in ("_use_orig_params", "_min_unit_bytes", "_reduction", "limit_all_gathers"):
             if getattr(each, name) != getattr(root, name):
                 values = f"{root._unit.name} has {getattr(root, name)}, {each._unit.name} {getattr(each, name)}"
                 raise ValueError(f"Expects one homogeneous value for {name} in a tree of units: {values}")

@@ -179,7 +179,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             check_types(module=module, **arguments)
             self._take_settings(module, arguments)
             ignored_modules_set, self._ignored_params = ignored(module, ignored_modules, ignored_states)
-            self._check_gradients(offload_grads, reduction)
+            self._check_gradients(offload_grads)
             refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
                 targets = self._targets(module, auto_wrap_policy, ignored_modules_set, arguments)
@@ -251,12 +251,13 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         self._backward_prefetch = prefetch
         self._forward_prefetch = arguments["forward_prefetch"]
         self._min_unit_bytes = arguments["min_unit_bytes"]
+        self._reduction = arguments["reduction"]
         self.limit_all_gathers = arguments["limit_all_gathers"]
         self.mixed_precision = arguments["mixed_precision"] or MixedPrecision()
         self.cpu_offload = arguments["cpu_offload"] or CPUOffload()
         self._use_orig_params = arguments["use_orig_params"]
 
-    def _check_gradients(self, offload_grads: bool, reduction: str | None) -> None:
+    def _check_gradients(self, offload_grads: bool) -> None:
         """Raises: ValueError if the strategy does not add or offload gradients as the arguments ask."""
         if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
             raise ValueError(
@@ -268,9 +269,9 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
                 f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
                 "LAYER_ZERO_NESTED, which add them up over micro-batches"
             )
-        if reduction not in (None, "ordered"):
-            raise ValueError(f'expected reduction to be "ordered" or None, got {reduction!r}')
-        if reduction is not None and (self._placement.replicate is not None or self._placement.outer is not None):
+        if self._reduction not in (None, "ordered"):
+            raise ValueError(f'expected reduction to be "ordered" or None, got {self._reduction!r}')
+        if self._reduction is not None and (self._placement.replicate is not None or self._placement.outer is not None):
             raise ValueError(
                 f'reduction="ordered" adds the gradients of all ranks in one order, and {self._strategy.name} reduces '
                 "them over two groups, or on all ranks: take FULL_SHARD, SHARD_GRAD_OP or ZERO_1"
@@ -311,7 +312,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             default_alignment(of_params) if alignment is None else alignment,
             arguments["atomic"],
             arguments["offload_grads"],
-            arguments["reduction"] is not None,
+            self._reduction is not None,
             computes_on,
             self.cpu_offload.offload_params,
             extensions,
