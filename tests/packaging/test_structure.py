@@ -197,3 +197,11 @@ def test_the_structs_of_the_runtime_have_few_fields():
     some = {"fp_root": "watched", "fp_unit": "next_forward", "fp_flat_param": "shown", "fp_flat_buffer": "node"}
     assert all(name in found[struct] for struct, name in some.items())
     assert sum(map(len, found.values())) <= MOST_FIELDS, {struct: len(names) for struct, names in found.items()}
+
+
+def test_a_test_file_imports_test_files_of_its_folder_alone():
+    """So that a folder of tests runs by itself: pytest finds test files in the folders that it was given."""
+    tests = Path(__file__).parents[1]
+    for file in tests.rglob("*.py"):
+        for name in re.findall(r"^(?:from|import) (test_\w+)", file.read_text(), re.MULTILINE):
+            assert file.with_name(f"{name}.py").is_file(), f"{file.relative_to(tests)} imports {name}"
