@@ -17,22 +17,37 @@ from pathlib import Path
 CSRC = re.compile(r"^ +#\d+ \S+ in .* csrc/", re.MULTILINE)
 
 # Processes that the tests start run as they would anywhere: compilers leak, and our own build of them is the plain one.
-# Of several such runs side by side each takes whole files, in turn the one with the most tests left.
+# Several such runs side by side take whole files, the next one that none has taken, those with the most tests first.
 RUN_PYTEST = """
-import collections, os, sys, pytest
+import itertools, os, sys, pytest
 del os.environ["LD_PRELOAD"], os.environ["PYTHONMALLOC"]
-file, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+status_file, taken = sys.argv[1:3]
+
+def take(index):
+    try:
+        open(os.path.join(taken, str(index)), "x").close()
+    except FileExistsError:
+        return False
+    return True
 
 class Part:
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config, items):
-        files = collections.Counter(item.path for item in items)
-        mine = set(sorted(files, key=lambda path: (-files[path], path))[part::parts])
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
-        items[:] = [item for item in items if item.path in mine]
+    def pytest_runtestloop(self, session):
+        files = [list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)]
+        files.sort(key=lambda items: (-len(items), items[0].path))
+        mine = (item for index, items in enumerate(files) if take(index) for item in items)
+        item = next(mine, None)
+        while item is not None:
+            following = next(mine, None)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
 
-status = int(pytest.main(sys.argv[4:], plugins=[Part()]))
-open(file, "w").write(str(status))
+status = int(pytest.main(sys.argv[3:], plugins=[Part()]))
+open(status_file, "w").write(str(status))
 sys.exit(status)
 """
 PARTS = min(4, os.cpu_count() or 1)
@@ -61,7 +76,9 @@ def problems(report: str) -> list[str]:
 
 def main(folder: Path, arguments: list[str]) -> int:
     """Run pytest; return its exit status, or 1 if it passed and a sanitizer has something to report."""
-    for old in [*folder.glob("status*"), *folder.glob("report.*")]:
+    taken = folder / "taken"
+    taken.mkdir(exist_ok=True)
+    for old in [*folder.glob("status*"), *folder.glob("report.*"), *taken.iterdir()]:
         old.unlink()
     env = {
         **os.environ,
@@ -74,8 +91,8 @@ def main(folder: Path, arguments: list[str]) -> int:
     pytest = ["--capture=sys", "-o", f"pythonpath={folder} tests/support .", "-m", "not multiprocess", *arguments]
     runs = [(folder / f"status{part}", folder / f"output{part}") for part in range(PARTS)]
     processes = []
-    for part, (status, output) in enumerate(runs):
-        command = [sys.executable, "-c", RUN_PYTEST, str(status), str(part), str(PARTS), *pytest]
+    for status, output in runs:
+        command = [sys.executable, "-c", RUN_PYTEST, str(status), str(taken), *pytest]
         with output.open("w") as file:
             processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
     for process, (_, output) in zip(processes, runs, strict=True):
