@@ -65,7 +65,8 @@ def _timed(before: Callable[[], Callable[[], object]]) -> Callable[[], dict[str,
 def _contestants(kib: int) -> dict[str, Callable[[], dict[str, float]]]:
     ranks = dist.get_world_size()
     whole = torch.ones(kib * 256 // ranks * ranks)
-    part, world = torch.empty(len(whole) // ranks), dist.distributed_c10d._get_default_group()
+    part, world = torch.empty(len(whole) // ranks), dist.group.WORLD
+    assert world is not None
 
     def wrapped(reduction: Literal["ordered"] | None) -> Callable[[], Callable[[], object]]:
         strategy = ShardingStrategy.SHARD_GRAD_OP

@@ -22,10 +22,10 @@ int fp_unshard_move(fp_unit *unit, fp_unit_event event);
 int fp_unshard_start(fp_unit *unit);
 /* 1: the unit has fewer unsharded bytes than root->min_unit_bytes, and no secondary shard. */
 int fp_unshard_is_small(const fp_unit *unit);
-enum { FP_MOST_TOGETHER = 64 }; /* units */
-/* Start to gather a unit; if it is small, the small units that follow it too, as one collective, up to
- * root->min_unit_bytes or FP_MOST_TOGETHER. find_next(unit, &next): the unit after this one; NULL: none may be gathered now. On failure, the
- * gathers that have begun go on; on the CPU none has. */
+enum { FP_MOST_TOGETHER = 64 }; /* units that one collective gathers */
+/* Start to gather a unit; if it is small, the small units that follow it too, as one collective, until they have
+ * root->min_unit_bytes or are FP_MOST_TOGETHER. find_next(unit, &next): the unit after this one; NULL: none may be gathered
+ * now. On failure, the gathers that have begun go on; on the CPU none has. */
 int fp_unshard_start_small(fp_unit *first, int (*find_next)(const fp_unit *unit, fp_unit **next));
 /* Gather unless the data has the current values (fp_fresh_is_of_now), and wait: UNSHARDED then. After an interrupted wait
  * another call waits again; after a failed gather it gathers again. */

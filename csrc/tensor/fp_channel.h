@@ -56,9 +56,9 @@ enum {
     FP_EVENT_KINDS = 11
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };
-/* The event as one number of 62 bits: ranks that differ in any part differ in the number. number: the id of the unit; trained:
- * for a reduction a hash of which parameters require grad (FP_EVENT_TRAINED_BITS); for a gather of several flat parameters
- * their number in the last 8 bits, and a hash of their ids; else 0. */
+/* The event as one number of 62 bits: ranks that differ in any part differ in the number. number: the id of the unit.
+ * trained has FP_EVENT_TRAINED_BITS. A reduction: a hash of the flags requires_grad of the parameters. A gather of several
+ * flat parameters: a hash of the ids of their units, and in the last 8 bits how many they are. Others: 0. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {

@@ -274,7 +274,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         if self._reduction is not None and (self._placement.replicate is not None or self._placement.outer is not None):
             raise ValueError(
                 f'reduction="ordered" adds the gradients of all ranks in one order, and {self._strategy.name} reduces '
-                "them over two groups, or on all ranks: take FULL_SHARD, SHARD_GRAD_OP or ZERO_1"
+                "them over two groups, or on all ranks: take FULL_SHARD, SHARD_GRAD_OP, ZERO_1 or LAYER_ZERO"
             )
 
     def _take_inner(self, module: nn.Module) -> None:

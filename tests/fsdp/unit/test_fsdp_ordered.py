@@ -111,7 +111,7 @@ def unsharded(kind, wire=None, dtype=torch.float32, change=lambda grad: grad, cl
 
 def wrapped(strategy="FULL_SHARD", dtype=torch.float32, **settings):
     settings = {"reduction": "ordered", "use_orig_params": True, **settings}
-    settings["segments"] = not settings["use_orig_params"]  # for what is frozen
+    settings["segments"] = not settings["use_orig_params"]  # the frozen parameter needs a flat parameter of its own
     return FSDP(make(dtype), auto_wrap_policy={nn.Linear}, sharding_strategy=ShardingStrategy[strategy], **settings)
 
 
