@@ -1,12 +1,15 @@
 """The code blocks of the pages run as they stand, twice; each page says whom it is for.
 
 Promises:
+- each Python block of README.md and docs/ uses only names that it makes or imports
 - each Python block of README.md and docs/ runs with its own imports, on two gloo ranks if it trains, and runs again
 - the program of a how-to page ends by printing the line that the page names
 - the quickstart's model learns, and goes on where it ended on another number of ranks; each line is one write
 - each link between pages, and to a heading of a page, has its target
 """
 
+import ast
+import builtins
 import os
 import re
 import sys
@@ -46,6 +49,7 @@ def loss(model, batch):
 torch.distributed.init_process_group()
 torch.manual_seed(0)
 steps = [[torch.randn(4, 8) for _ in range(2)] for _ in range(2)]
+micro_batches = steps[0]
 model, torch_model = FullyShardedDataParallel(Transformer(), use_orig_params=True), Transformer()
 optimizer, torch_optimizer = (torch.optim.AdamW(one.parameters()) for one in (model, torch_model))
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
@@ -63,6 +67,23 @@ def blocks(page):
 
 def is_program(block):
     return "init_process_group()" in block or "elastic.start(" in block
+
+
+def unmade(block):
+    """The names that a block reads and that are made nowhere in it."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = (
+        {name.id for name in names if isinstance(name.ctx, ast.Store)} | set(dir(builtins)) | {"__file__", "__name__"}
+    )
+    for node in nodes:
+        if isinstance(node, ast.alias):
+            made.add(node.asname or node.name.split(".")[0])
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+    return {name.id for name in names} - made
 
 
 def headings(page):
@@ -119,6 +140,20 @@ def test_the_quickstart_learns_and_resumes(tmp_path):
 
 
 WITH_BLOCKS = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_a_block_uses_only_names_that_it_makes_or_imports(page):
+    for number, block in enumerate(blocks(page)):
+        if (page.stem, number) not in IN_OTHER_TESTS:
+            assert unmade(block) == set(), f"block {number}"
+
+
+def test_a_name_that_a_block_does_not_make_is_found():
+    assert unmade("import torch\nfor part in torch.stack([one for one in mine]): print(part, model)") == {
+        "mine",
+        "model",
+    }
 
 
 @pytest.mark.multiprocess
