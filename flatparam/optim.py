@@ -98,18 +98,17 @@ class SGD(_Fused, torch.optim.SGD):
         init_group: Any = super()._init_group
         has_momentum = group["momentum"] != 0
         is_first = has_momentum and not any(_BUFFER in self.state.get(param, {}) for param in group["params"])
+        if is_first and getattr(self, "found_inf", None):
+            return False  # the skipped step would leave uninitialized memory as momentum
         if getattr(self, "_need_device_dtype_check_for_fused", True):
             init_group(group, [], [], [])
         keys = (_BUFFER,) if has_momentum and not is_first else ()
         found = _runs(self, group, keys, lambda: None)
         if found is None:
-            return bool(init_group(group, *lists))
+            return self._init_apart(group, *lists) if keys and group["fused"] else bool(init_group(group, *lists))
         params, grads, *buffers, counts = found
         momentum = buffers[0] if buffers else [None] * len(params) if has_momentum else []
-        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
-        settings: dict[str, Any] = {name: group[name] for name in names}
-        settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        sgd(params, grads, momentum, **settings)
+        self._step_fused(group, params, grads, momentum)
         if is_first:
             stepped = iter([param for param in group["params"] if param.grad is not None])
             for buffer, count in zip(momentum, counts, strict=True):
@@ -118,3 +117,28 @@ class SGD(_Fused, torch.optim.SGD):
                 for param, view in zip(pieces, views, strict=True):
                     self.state[param][_BUFFER] = view.view(param.shape)
         return False
+
+    def _init_apart(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        """Step parameters without momentum here, apart: torch's kernel takes it of all or of none."""
+        init_group: Any = super()._init_group
+        is_new = {param: self.state.get(param, {}).get(_BUFFER) is None for param in group["params"]}
+        new = [param for param in group["params"] if param.grad is not None and is_new[param]]
+        if not new or torch.compiler.is_compiling():
+            return bool(init_group(group, *lists))
+        if getattr(self, "found_inf", None):
+            return False
+        for param in new:
+            self.state.pop(param, None)
+        apart: list[list[Any]] = [[] for _ in lists]
+        self._init_group(group | {"params": new}, *apart)
+        params, grads, momentum = apart
+        self._step_fused(group, params, grads, momentum)
+        for param, buffer in zip(params, momentum, strict=True):
+            self.state[param][_BUFFER] = buffer
+        return self._init_group(group | {"params": [param for param in is_new if not is_new[param]]}, *lists)
+
+    def _step_fused(self, group: dict[str, Any], *lists: list[Any]) -> None:
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
+        settings: dict[str, Any] = {name: group[name] for name in names}
+        settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        sgd(*lists, **settings)

@@ -8,6 +8,8 @@ Promises:
 - a state dict of torch's optimizer loads, torch's loads ours, and states are side by side again after a load and a
   pickle: `test_states_go_to_torch_and_back`
 - an infinite gradient under torch's GradScaler skips the step and does not count it: `test_a_grad_scaler_skips_a_step`
+- momentum begins with a parameter's first step that is not skipped, also if others have theirs before, where torch's
+  fused SGD keeps uninitialized memory or raises: `test_momentum_begins_with_the_first_step_of_a_parameter`
 - what torch's fused step does not take goes to torch: `test_torch_steps_what_is_not_for_runs`
 """
 
@@ -372,6 +374,31 @@ def test_a_grad_scaler_skips_a_step(setting):
         assert_equal(mine, ours, theirs, others)
     if setting == "AdamW":
         assert {float(state["step"]) for state in ours.state.values()} == {3.0}
+
+
+@pytest.mark.parametrize("size", [3, VECTOR])
+def test_momentum_begins_with_the_first_step_of_a_parameter(size):
+    """The oracle is torch's loop; products with powers of 2 have its bits in any kernel."""
+    mine = side_by_side([size] * 5)
+    theirs = alone(mine)
+    pairs = []
+    for make_one, params in ((optim.SGD, mine), (torch.optim.SGD, theirs)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        pairs.append((scaler, make_one(params, lr=0.5, momentum=0.5, dampening=0.5)))
+    for step in range(8):
+        give_grads(step, mine, theirs)
+        for param in (*mine[2 + step // 2 :], *theirs[2 + step // 2 :]):
+            param.grad = None
+        if step % 2 == 0:
+            mine[0].grad[1] = theirs[0].grad[1] = float("inf")
+        for scaler, optimizer in pairs:
+            scaler.step(optimizer)
+            scaler.update()
+        assert torch.equal(joined(mine), joined(theirs)), step
+        for (_, optimizer), params in zip(pairs, (mine, theirs), strict=True):
+            has_momentum = [optimizer.state[param].get("momentum_buffer") is not None for param in params]
+            assert has_momentum == [i < 2 + (step - 1) // 2 and step > 0 for i in range(5)]
 
 
 def test_torch_steps_what_is_not_for_runs(calls):
