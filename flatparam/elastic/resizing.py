@@ -25,7 +25,7 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.loading import Loading
 from ..checkpoint.modules import given_by
 from ..checkpoint.optimizers import labelled
-from ..checkpoint.pieces import InHandle
+from ..checkpoint.pieces import InHandle, all_held
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
 from ..checkpoint.rendezvous import Rendezvous
 from ..common.torch_private import FakeProcessGroup
@@ -83,9 +83,10 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: StateError naming a unit that cannot be bound to other ranks."""
+    """Raises: StateError for a model that cannot move to other ranks, naming the unit. No collective call."""
     moving = _Moving(model, None, [])
     moving.check_units()
+    moving.check_held(list(all_held(model)))
     for wrapper in moving.wrappers:
         if is_grid(wrapper._strategy):
             raise StateError(
@@ -161,10 +162,13 @@ class _Moving:
             return
         self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()), shares=False)
         self.plan.keep_alone(holders.index(dist.get_rank()), False)
-        for held in self.plan.held:
-            if isinstance(held, InHandle):
-                raise StateError(f"{_WHAT}: `{held.name}` is in a handle that is driven by hand: {_WAY_OUT}")
-        if given_by(self.model, self.plan.held) is not None:
+        self.check_held(self.plan.held)
+
+    def check_held(self, held: list[Any]) -> None:
+        for one in held:
+            if isinstance(one, InHandle):
+                raise StateError(f"{_WHAT}: `{one.name}` is in a handle that is driven by hand: {_WAY_OUT}")
+        if given_by(self.model, held) is not None:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
 
     def check_units(self) -> None:
