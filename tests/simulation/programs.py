@@ -9,6 +9,8 @@
 | `host`, `machines` | the rank whose process has the store, or None; whether each rank has a machine of its own |
 | `catches` | whether ranks catch what their user code raises, alone, and go on with the next op, at once or later |
 
+Each eighth program has `elastic`, too, and one phase: see random_elastic.py.
+
 A phase after the first one goes on from the checkpoint of the phase before, in a new world. An op is a list:
 
 | op | does |
@@ -39,6 +41,15 @@ DISK_POINTS = 40
 CATCHES = 0.15  # of the programs that faults strike
 LONG = 100.0  # seconds after which a rank goes on that has caught an exception: longer than the time-out
 AT_ONE_MOMENT = 0.5  # of those with two faults of one place
+EIGHT = 8
+ELASTIC_KINDS = ["is killed", "is killed", "is stopped", "is late"]
+HARMS = [
+    "copy changes",
+    "parity changes",
+    "parity is made of changed bytes",
+    "copy is of the step before",
+    "parity is of the step before",
+]
 NO_FAULTS = {"faults": [], "host": None, "machines": False, "catches": False}
 HOW = ("call", "call", "call", "call", "twice", "unused", "checkpoint", "reentrant")
 STRATEGIES = (
@@ -251,7 +262,10 @@ class Model(nn.Module):
 
 def is_valid(program):
     """Whether faults strike ranks that are there, nothing unreduced is stepped or saved, and each rounding is known."""
-    if any(each["rank"] >= program["phases"][-1]["size"] for each in program["faults"]):
+    size = program["phases"][-1]["size"]
+    if any(each["rank"] >= size + len(_joins(program)) for each in program["faults"]):
+        return False
+    if "elastic" in program and (size < 2 or any(slot >= size for slot, _ in _joins(program))):
         return False
     for phase in program["phases"]:
         phase = DEFAULTS | phase
@@ -266,6 +280,10 @@ def is_valid(program):
             if not reduced and (op[0] == "step" or not _may_accumulate(program["layers"], phase)):
                 return False
     return True
+
+
+def _joins(program):
+    return program.get("elastic", {"joins": []})["joins"]
 
 
 def _may_accumulate(layers, phase):
@@ -292,19 +310,13 @@ def loss_of(output):
     return output.square().mean()
 
 
-def draw(seed):
-    """Return the program of ``seed``."""
+def draw(seed, elastic=False):
+    """Return the program of ``seed``. ``elastic``: one of flatparam.elastic, as each eighth seed has."""
+    if elastic or seed % EIGHT == EIGHT - 1:
+        return _elastic(seed)
     source = random.Random(seed)
-    layers = [_layer(source, f"l{i}") for i in range(source.randint(1, 4))]
-    program = {"seed": seed, "width": source.randint(2, 5), "tied": source.random() < 0.3, "layers": layers}
-    low = source.random() < 0.3
-    if low:  # in bf16 a kernel may round otherwise for another alignment
-        for layer in layers:
-            layer["double"] = False
-            if layer["how"] in ("twice", "reentrant"):
-                layer["how"] = "call"
-            if layer["kind"] not in ("block", "plain", "experts", "encoder-decoder", "attention"):
-                layer["kind"] = "block"
+    program, low = _begun(source, seed)
+    layers = program["layers"]
     optimizer = source.choice(["SGD"] if _has_unused(layers) else list(OPTIMIZERS))
     program["phases"] = [
         _phase(source, program, low, optimizer, 10 * i) for i in range(source.choice([1, 1, 1, 2, 2, 3]))
@@ -313,6 +325,57 @@ def draw(seed):
     if seed % 2:
         _strike(source, program)
     return program
+
+
+def _begun(source, seed, may_be_low=True):
+    """Return a program without phases, and whether it computes in a low precision."""
+    layers = [_layer(source, f"l{i}") for i in range(source.randint(1, 4))]
+    program = {"seed": seed, "width": source.randint(2, 5), "tied": source.random() < 0.3, "layers": layers}
+    low = source.random() < 0.3 and may_be_low
+    if low:  # in bf16 a kernel may round otherwise for another alignment
+        for layer in layers:
+            layer["double"] = False
+            if layer["how"] in ("twice", "reentrant"):
+                layer["how"] = "call"
+            if layer["kind"] not in ("block", "plain", "experts", "encoder-decoder", "attention"):
+                layer["kind"] = "block"
+    return program, low
+
+
+def _elastic(seed):
+    """Return a program of flatparam.elastic: ranks are lost, stopped or late, raise, have spoilt copies, and join."""
+    source = random.Random(f"elastic {seed}")
+    program, _ = _begun(source, seed, False)
+    for layer in program["layers"]:
+        layer["kind"] = "block" if layer["kind"] == "weight norm" else layer["kind"]  # elastic.start refuses it
+    optimizer = source.choice(["SGD"] if _has_unused(program["layers"]) else list(OPTIMIZERS))
+    phase = _phase(source, program, False, optimizer, 0)
+    size, steps = source.choice([2, 3, 3, 4, 4, 5]), source.randint(3, 7)
+    phase |= {"size": size, "inner": size, "strategy": source.choice(STRATEGIES[:4]), "kind": "ours"}
+    ops = [op for i in range(steps) for op in _ops_of_step(source, program, phase, 10 * i)]
+    phase["ops"] = [op for op in ops if op[0] not in ("freeze", "summon", "other")]
+    joins = [[source.randrange(size), source.choice([0.0, 0.1, 1.0])] for _ in range(source.choice([0, 0, 1, 2, 3]))]
+    number = source.choice([1, 1, 2, 2, 3])
+    kinds = source.choice([ELASTIC_KINDS, ["is killed"]])
+    drawn = faults.draw(seed, size + len(joins), number, (60 * steps, 1), kinds)
+    if source.random() < 0.1:
+        drawn = faults.draw(seed, size, 1, (1, 4 * steps), ["raises in user code"])
+    for i in range(1, len(drawn)):
+        if source.random() < AT_ONE_MOMENT:  # in the recovery, or near it
+            drawn[i] = dataclasses.replace(drawn[i], point=drawn[0].point + source.randrange(60))
+    for i, fault in enumerate(drawn):  # a new process begins where the one of its slot was killed
+        if fault.rank < size and joins and source.random() < 0.7:
+            joins[i % len(joins)][0] = fault.rank
+    harms = [[source.randrange(1, steps), source.randrange(size), source.choice(HARMS)] for _ in range(2)]
+    program["phases"] = [phase]
+    program["elastic"] = {
+        "redundancy": source.choice(["parity", "buddy"]),
+        "every": source.choice([1, 1, 2, 3]),
+        "joins": joins,
+        "harms": harms[: source.choice([0, 0, 0, 1, 2])],
+    }
+    struck = {"faults": [dataclasses.asdict(each) for each in drawn], "machines": source.random() < 0.2}
+    return program | NO_FAULTS | struck
 
 
 def _strike(source, program):

@@ -240,6 +240,11 @@ def kill(rank: int) -> None:
     seams.fp_sim_end(rank)
 
 
+def has_ended(rank: int) -> bool:
+    """Whether a rank was killed, or has come to its end."""
+    return bool(seams.fp_sim_has_ended(rank))
+
+
 def now() -> float:
     """Return the virtual seconds since the run began."""
     return seams.fp_sim_now() / SECOND

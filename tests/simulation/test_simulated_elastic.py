@@ -26,6 +26,7 @@ import torch
 from tests.simulation import checkers, elastic_programs
 from tests.simulation.faults import HEARTBEAT, Fault
 from tests.simulation.process import simulated
+from tests.simulation.programs import HARMS
 
 POINTS = 240  # of the seams, of a rank that no fault strikes
 
@@ -79,15 +80,6 @@ def test_a_killed_rank_changes_no_bit(size):
         sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
         seen += sizes[-1] < size
     assert seen > 10, "seldom a rank was killed"
-
-
-HARMS = [
-    "copy changes",
-    "parity changes",
-    "parity is made of changed bytes",
-    "copy is of the step before",
-    "parity is of the step before",
-]
 
 
 def harmed(size, redundancy, events, folder=None):

@@ -36,11 +36,13 @@ def play(program):
 
     Raises: the first error of a rank, or of a check.
     """
-    from . import ranks  # which needs the libraries of the simulation
+    from . import random_elastic, ranks  # which need the libraries of the simulation, and this module
 
     warnings.simplefilter("ignore")
 
     program = NO_FAULTS | program
+    if "elastic" in program:
+        return random_elastic.play(program)
     where = {"faults": [Fault(**each) for each in program["faults"]], "host": program["host"]}
     where["machines"] = program["machines"]
     pauses = {each.rank: each.seconds for each in where["faults"]}
@@ -62,7 +64,7 @@ def play(program):
                 module = modules.pop(rank)
                 layers = dict(module.layers.items())
                 model = wrap(program, phase, module, groups.pop(rank))
-                return _Rank(rank, phase, model, layers, iter(events)).live(carried, saved)
+                return Rank(rank, phase, model, layers, iter(events)).live(carried, saved)
 
             is_last = i == len(program["phases"]) - 1
             faulty = where if is_last else {}
@@ -148,7 +150,7 @@ def wrap(program, phase, module, groups):
     return FSDP(module, **arguments)
 
 
-class _Rank:
+class Rank:
     """One rank of a phase. Its methods ``_NAME`` do the op NAME."""
 
     def __init__(self, rank, phase, model, layers, events):
@@ -282,7 +284,7 @@ class _Rank:
         return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
 
 
-def play_seeds(first, last):
+def play_seeds(first, last, elastic=False):
     """Play the programs of seeds until one fails, or is struck by a fault.
 
     Such a run leaves threads and worlds behind. Returns a list of (seed, virtual seconds, digests, error or None).
@@ -291,7 +293,7 @@ def play_seeds(first, last):
     gc.disable()  # each run collects before and after it
     for seed in range(first, last):
         try:
-            seconds, digests, struck = play(draw(seed))
+            seconds, digests, struck = play(draw(seed, elastic))
             found.append((seed, seconds, digests, None))
         except BaseException:
             found.append((seed, 0.0, [], traceback.format_exc()))

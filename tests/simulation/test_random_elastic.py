@@ -1,0 +1,79 @@
+"""Random programs of `flatparam.elastic` on simulated ranks (`python -m tests.simulation --elastic`).
+
+Oracle: the unsharded module, trained on the batches of the ranks that each step had in the end, gradients summed by
+hand, bit for bit: outputs of each step, parameters and random numbers at the end.
+
+Promises:
+- ranks are killed, stopped, late, or raise at random points, also new ones that join, and copies and parities change:
+  what is left trains on as the unsharded module, or all raise one error, and only if the state is lost; nobody waits
+  for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`
+- each promise of the checker is one that can fail: `test_what_is_wrong_is_noticed`
+"""
+
+import pytest
+
+from flatparam.elastic import training as product
+from flatparam.fsdp.desync import liveness
+from tests.simulation import process, random_elastic, reference, training
+
+SEEDS = 25
+LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
+KILLED = {
+    "seed": 1,
+    "width": 2,
+    "tied": False,
+    "layers": [LAYER],
+    "phases": [
+        {"size": 3, "optimizer": "SGD", "ops": [op for key in range(4) for op in (["backward", key, True], ["step"])]},
+    ],
+    "elastic": {"redundancy": "parity", "every": 1, "joins": [[1, 0.0]], "harms": []},
+    "faults": [{"kind": "is killed", "rank": 1, "point": 90, "seconds": 0.0}],
+}
+
+
+def ask(function, *args):
+    return process.ask(training.__name__, function, *args)
+
+
+def play_with_another_average(program):
+    reference.divisors = lambda size: (1.0, size + 1.0)
+    training.play(program)
+
+
+def play_without_random_numbers(program):
+    product.torch.set_rng_state = lambda state: None
+    training.play(program)
+
+
+def play_without_watching(program):
+    liveness.HealthBoard.find_lost = lambda *args: []
+    training.play(program | {"machines": True})  # with no launcher that tells
+
+
+def play_without_copies(program):
+    product._choose = lambda *args: f"nothing is kept: {random_elastic.LOST}"
+    training.play(program)
+
+
+def test_random_elastic_programs():
+    first = struck = 0
+    while first < SEEDS:
+        *_, (last, _, _, error) = ask(training.play_seeds, first, SEEDS, True)
+        assert error is None, (last, error)
+        first, struck = last + 1, struck + 1
+    assert struck > SEEDS / 2, "the faults seldom strike"
+
+
+@pytest.mark.parametrize(
+    ("play", "told"),
+    [
+        (play_with_another_average, "computes other values in step"),
+        (play_without_random_numbers, "computes other values in step"),
+        (play_without_watching, "OrderError"),
+        (play_without_copies, "are lost"),
+    ],
+)
+def test_what_is_wrong_is_noticed(play, told):
+    assert ask(training.play, KILLED)[2] == ["rank 1 is killed at its point 90"]
+    with pytest.raises(process.SimulatedError, match=told):
+        ask(play, KILLED)
