@@ -34,7 +34,7 @@ from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.same_unit import Agreed, check_same_unit
 from ..fsdp.desync.unit_ids import assign
 from ..fsdp.errors import StateError
-from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed, place
+from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed, place, world
 from ..fsdp.sharding.unit_description import describe_unit
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.summon import refuse_unreduced
@@ -108,13 +108,9 @@ def enter(model: nn.Module, optimizer: Any, here: dict[int, Held]) -> Any:
     All ranks of the world must call it. ``here``: the number of an old rank -> its boxes, on this rank.
     Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
     """
-    moving = _Moving(model, optimizer, list(range(_world().size())))
-    groups = [{"wide": _world()}] * len(moving.wrappers)
+    moving = _Moving(model, optimizer, list(range(world().size())))
+    groups = [{"wide": world()}] * len(moving.wrappers)
     return moving.carry_out(Rendezvous(None, SetupCollective.RESIZES, model), here, groups).extra
-
-
-def _world() -> Any:
-    return dist.group.WORLD
 
 
 class _Moving:
@@ -132,15 +128,15 @@ class _Moving:
 
     def check(self) -> list[Any]:
         """Check the call and the units. Returns: for ``compare``."""
-        world = _world()
-        if isinstance(world, FakeProcessGroup):
+        everyone = world()
+        if isinstance(everyone, FakeProcessGroup):
             raise StateError(f"{_WHAT}: the world is a fake one, without other ranks")
         if (
             self.ranks != sorted(set(self.ranks))
             or not self.ranks
-            or not 0 <= self.ranks[0] <= self.ranks[-1] < world.size()
+            or not 0 <= self.ranks[0] <= self.ranks[-1] < everyone.size()
         ):
-            raise CheckpointError(f"expected ascending ranks from 0 to {world.size() - 1}, got {self.ranks}")
+            raise CheckpointError(f"expected ascending ranks from 0 to {everyone.size() - 1}, got {self.ranks}")
         self.check_units()
         labels = None if self.optimizer is None else list(labelled(self.optimizer))
         strategies = [wrapper._strategy.name for wrapper in self.wrappers]
@@ -227,7 +223,7 @@ class _Moving:
         told: dict[int, Any] = {}
         at: dict[int, int] = {}
         tables = {number: held.table for number, held in here.items()}
-        for rank, theirs in enumerate(gather_objects(SetupCollective.RESIZES, tables, _world())):
+        for rank, theirs in enumerate(gather_objects(SetupCollective.RESIZES, tables, world())):
             told |= theirs
             at |= dict.fromkeys(theirs, rank)
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}

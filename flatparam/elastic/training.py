@@ -36,6 +36,7 @@ from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
+from ..fsdp.sharding.placement import world
 from .epochs import Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
 from .process import MEMBER
@@ -230,7 +231,7 @@ class Session:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
         kept = [one.check() for one in self.generations]
         newest = newest_of(self.model) if kept else None  # what a new process has built from is no news
-        told = gather_objects(SetupCollective.RESIZES, (kept, newest), _world())
+        told = gather_objects(SetupCollective.RESIZES, (kept, newest), world())
         if None in told:  # of a rank in ``start``
             return _NOT_COMMITTED
         refused: dict[Key, list[str]] = {}
@@ -252,7 +253,7 @@ class Session:
             found.here.update({number: read(run, found.key, number) for number, run in runs.items()})
         except CheckpointError as error:  # what a parity was made of had changed
             problem = f"{error}, when it is rebuilt from what the others keep"
-        return [one for one in gather_objects(SetupCollective.RESIZES, problem, _world()) if one is not None]
+        return [one for one in gather_objects(SetupCollective.RESIZES, problem, world()) if one is not None]
 
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
@@ -308,14 +309,10 @@ class Session:
             generation.complete()
 
 
-def _world() -> Any:
-    return dist.group.WORLD
-
-
 def _gathered(*mine: int) -> list[list[int]]:
     """Return the numbers that each rank gives. A collective call."""
     told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    run(dist.all_gather, told, torch.tensor(mine), group=_world())
+    run(dist.all_gather, told, torch.tensor(mine), group=world())
     return [one.tolist() for one in told]
 
 
@@ -410,7 +407,7 @@ def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
     while True:
         try:
             found.make_world(epoch)
-            others = gather_objects(SetupCollective.RESIZES, None, _world())
+            others = gather_objects(SetupCollective.RESIZES, None, world())
             if len(others) == 1 or any(one is not None for one in others):  # some have trained with the lost rank
                 raise StateError(_NOT_COMMITTED)
             found.build(build)
