@@ -31,15 +31,18 @@ def check_whole(model, wanted):
             assert is_same(param, wanted[name]), f"whole `{name}` differs by {(param - wanted[name]).abs().max()}"
 
 
+def gradient_of(local):
+    """The gradient of a part of a parameter that this rank has, flat, in the memory of ``.grad``; or None."""
+    grad = local.owner.grad
+    if grad is None or local.unit is None or local.unit.options.use_orig_params:
+        return None if grad is None else grad.reshape(-1)
+    return grad.narrow(0, local.shard_slice.start, local.numel) if local.numel else local.flat[:0]
+
+
 def check_gradients(model, wanted):
     """The gradients of this rank's shards; None counts as zeros."""
     for local in local_params_of(model, buffers=False):
-        if local.owner.grad is None:
-            grad = None
-        elif local.unit is None or local.unit.options.use_orig_params:
-            grad = local.owner.grad.reshape(-1)
-        else:
-            grad = local.owner.grad.narrow(0, local.shard_slice.start, local.numel) if local.numel else local.flat[:0]
+        grad = gradient_of(local)
         for name in local.names:
             whole = wanted[name]
             if whole is None or grad is None:

@@ -11,18 +11,23 @@
 
 Each eighth program has `elastic`, too, and one phase: see random_elastic.py.
 
+Odd seeds that 5 does not divide have the programs that they had before ``_add`` was written.
+
 A phase after the first one goes on from the checkpoint of the phase before, in a new world. An op is a list:
 
 | op | does |
 |---|---|
 | `backward, key, synced` | a forward and a backward on the batch `key` of each rank, in `no_sync` unless `synced` |
 | `twice, key, synced` | the same, with two backwards over one graph |
-| `step` | clips, steps the optimizers, clears gradients |
+| `losses, key, synced` | the same, with the backward of another loss in place of the second one |
+| `overflow, where` | puts an infinity into one element of a gradient: ``where``, from 0 to 1, of all parameters |
+| `step, which` | clips, steps all optimizers, or the one with the number ``which``, and clears their gradients |
 | `clear` | clears gradients without a step |
 | `evaluate, key` | a forward in `eval()` without gradients |
 | `raise, key, layer, where` | a forward or a backward in which `layer` raises on all ranks; clears gradients |
 | `summon, name` | writes to the parameter in `summon_full_params` |
 | `freeze, layer, frozen` | freezes or unfreezes the parameters of `layer` |
+| `average, key` | a forward in `eval()` with averaged weights |
 | `other, key` | a step of the optimizer of another module, which has no unit |
 """
 
@@ -32,6 +37,8 @@ import random
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from flatparam import optim
 
 from . import faults
 from .faulty_programs import CallsUserCode
@@ -63,6 +70,7 @@ STRATEGIES = (
     "LAYER_ZERO_NESTED",
 )
 GRIDS = STRATEGIES[4:]
+BACKWARDS = ("backward", "twice", "losses")
 PRECISIONS = {
     "fp32": (None, None),
     "bf16": (torch.bfloat16, None),
@@ -84,7 +92,14 @@ DEFAULTS = {
     "clip": None,
     "set_to_none": True,
     "kind": "ours",
+    "reduction": None,
+    "buffers": None,
+    "scaler": None,
+    "average": None,
 }
+ORDERED = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "LAYER_ZERO")
+SCALE, GROWTH_INTERVAL = 8.0, 2
+DECAY = 0.75  # of averaged weights: products with it, and with 1 minus it, are exact in kernels of any kind
 
 
 class Block(nn.Module):
@@ -182,6 +197,23 @@ class Attention(nn.Module):
         return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
 
 
+class Buffered(nn.Module):
+    """A mean that moves in training, and changes the output; a number that is no floating-point one."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mean", torch.full((width,), 0.3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x, route):
+        y = self.linear(x) + self.mean.to(x.dtype)
+        if self.training:
+            self.calls.add_(1)
+            self.mean.mul_(0.5).add_(0.5 * y.detach().mean((0, 1)))
+        return y * (1 + self.calls % 2)
+
+
 KINDS = {
     "block": Block,
     "plain": Plain,
@@ -193,11 +225,22 @@ KINDS = {
     "listed": Listed,
     "attention": Attention,
 }
+YOUNGER_KINDS = {"buffered": Buffered}  # old seeds have theirs of KINDS
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.03125),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.03125, momentum=0.5),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.0078125),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.0078125),
+}
+YOUNGER_OPTIMIZERS = {  # kernels that round the last elements of a tensor otherwise, but no products with powers of 2
+    "fused SGD": lambda params: optim.SGD(params, lr=0.03125),
+    "fused momentum": lambda params: optim.SGD(params, lr=0.03125, momentum=0.5),
+}
+OTHERS = {  # what may take the place of an optimizer; "A + B": B has the parameters of the first unit
+    "SGD": ["fused SGD", "SGD + SGD", "fused SGD + SGD"],
+    "momentum": ["fused momentum", "momentum + SGD", "fused SGD + momentum"],
+    "Adam": ["AdamW + momentum", "fused momentum + Adam"],
+    "AdamW": ["AdamW + SGD", "SGD + AdamW", "AdamW + fused momentum"],
 }
 
 
@@ -220,7 +263,7 @@ class Layer(nn.Module):
 
     def __init__(self, decisions, width):
         super().__init__()
-        self.inside = KINDS[decisions["kind"]](width)
+        self.inside = (KINDS | YOUNGER_KINDS)[decisions["kind"]](width)
         self.dtype = torch.float64 if decisions["double"] else None
         if self.dtype:
             self.to(self.dtype)
@@ -271,10 +314,16 @@ def is_valid(program):
         phase = DEFAULTS | phase
         if phase["precision"] != "fp32" and phase["size"] == 1:
             return False
+        if "+" in phase["optimizer"] and not any(each["unit"] for each in program["layers"]):
+            return False
+        if phase["reduction"] and phase["strategy"] not in ORDERED:
+            return False
         reduced = True
         for op in [*phase["ops"], ["step"]]:
-            if op[0] in ("backward", "twice"):
+            if op[0] in BACKWARDS:
                 reduced = op[2]
+                if phase["reduction"] and not reduced:
+                    return False
             elif op[0] in ("clear", "raise"):
                 reduced = True
             if not reduced and (op[0] == "step" or not _may_accumulate(program["layers"], phase)):
@@ -310,6 +359,25 @@ def loss_of(output):
     return output.square().mean()
 
 
+def losses_of(op, output):
+    """Return the losses of one output, each for a backward, of an op of ``BACKWARDS``."""
+    loss = loss_of(output)
+    return {"backward": [loss], "twice": [loss] * 2}[op] if op != "losses" else [loss, output[:, 0].sin().sum()]
+
+
+def optimizers_of(kinds, program, module):
+    """The optimizers ``kinds`` of ``module``, wrapped or not: see ``OTHERS``."""
+    makes = OPTIMIZERS | YOUNGER_OPTIMIZERS
+    first, *second = kinds.split(" + ")
+    if not second:
+        return [makes[first](module.parameters())]
+    unit = next(each["name"] for each in program["layers"] if each["unit"])
+    groups = [], []
+    for name, param in module.named_parameters():
+        groups[f"layers.{unit}." in name].append(param)
+    return [makes[kind](group) for kind, group in zip((first, *second), groups, strict=True)]
+
+
 def draw(seed, elastic=False):
     """Return the program of ``seed``. ``elastic``: one of flatparam.elastic, as each eighth seed has."""
     if elastic or seed % EIGHT == EIGHT - 1:
@@ -324,6 +392,8 @@ def draw(seed, elastic=False):
     program |= NO_FAULTS
     if seed % 2:
         _strike(source, program)
+    if seed % 2 == 0 or seed % 5 == 0:
+        _add(random.Random(f"more of {seed}"), program)
     return program
 
 
@@ -376,6 +446,65 @@ def _elastic(seed):
     }
     struck = {"faults": [dataclasses.asdict(each) for each in drawn], "machines": source.random() < 0.2}
     return program | NO_FAULTS | struck
+
+
+def _add(source, program):
+    """Add choices that are younger than the others, from a generator of their own: other seeds keep their programs."""
+    layers, phases = program["layers"], program["phases"]
+    if source.random() < 0.25:
+        source.choice(layers)["kind"] = "buffered"
+    kinds = {each["kind"] for each in layers}
+    optimizer = phases[0]["optimizer"]
+    if source.random() < 0.5:
+        may_be = [each for each in OTHERS[optimizer] if "+" not in each or any(layer["unit"] for layer in layers)]
+        optimizer = source.choice(may_be or [optimizer])
+    is_mixed = len({each.startswith("fused") for each in optimizer.split(" + ")}) == 2
+    freezes = any(op[0] == "freeze" for phase in phases for op in phase["ops"])
+    may_have_no_gradient = freezes or any(each["how"] == "unused" or each["frozen"] for each in layers)
+    for phase in phases:
+        phase |= {
+            "optimizer": optimizer,
+            "reduction": "ordered" if phase["strategy"] in ORDERED and source.random() < 0.4 else None,
+            "buffers": "bfloat16" if "convolution" not in kinds and source.random() < 0.3 else None,
+            # torch's ShardedGradScaler cannot add the flags of a fused optimizer and of another one
+            "scaler": source.choice([None, None, "GradScaler", "GradScaler" if is_mixed else "ShardedGradScaler"]),
+            "average": source.choice([None, None, None, "lerp", "AveragedModel"]),
+        }
+        if "+" in optimizer and may_have_no_gradient and _keeps_whole(phase):
+            phase["scaler"] = None  # torch refuses to step an optimizer without gradients
+        ops = []
+        for op in phase["ops"]:
+            if op[0] == "backward" and source.random() < 0.1:
+                op[0] = "losses"
+            if op[0] in BACKWARDS and phase["reduction"]:
+                op[2] = True
+            if op[0] == "step" and phase["scaler"] and source.random() < 0.3:
+                ops.append(["overflow", source.random()])
+            if op[0] == "step" and "+" in optimizer and source.random() < 0.4:
+                op.append(source.randrange(2))
+            ops.append(op)
+            if op[0] == "step" and phase["average"] and source.random() < 0.5:
+                ops.append(["average", source.randrange(100)])
+        phase["ops"] = ops
+        if source.random() < 0.6 and _may_be_dcps(program, phase):
+            phase["kind"] = "dcp"
+
+
+def _keeps_whole(phase):
+    """Whether each rank has the whole of each parameter."""
+    is_grid_of_one = phase["strategy"] in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") and phase["inner"] == 1
+    return phase["size"] == 1 or phase["strategy"] == "NO_SHARD" or is_grid_of_one
+
+
+def _may_be_dcps(program, phase):
+    """Whether torch saves and loads what is right, and tells of no fault.
+
+    It takes buffers from any rank, steps an optimizer that has not stepped, and takes a checkpoint for an older one if
+    a rank has no rows of a tensor and no optimizer has state.
+    """
+    has_buffers = {each["kind"] for each in program["layers"]} & {"convolution", "buffered"}
+    has_state = phase["optimizer"] in ("Adam", "AdamW") and ["step"] in phase["ops"] and not phase["scaler"]
+    return has_state and not has_buffers and not program["faults"]
 
 
 def _strike(source, program):

@@ -34,7 +34,7 @@ from flatparam.fsdp.errors import OrderError, StateError
 from . import bitwise, process
 from .elastic_programs import harm
 from .faults import Fault, user_code
-from .programs import DEFAULTS, OPTIMIZERS, build
+from .programs import DEFAULTS, build, optimizers_of
 from .reference import Reference
 from .training import Rank, wrap
 
@@ -145,8 +145,8 @@ def _train(program, phase, store, log, module):
         mine = copy.deepcopy(module)  # also if ranks are lost in it, and it is called again
         one.layers = dict(mine.layers.items())
         one.model = wrap(program, phase, mine, None)
-        one.optimizer = OPTIMIZERS[phase["optimizer"]](one.model.parameters())
-        return one.model, one.optimizer
+        one.optimizers = optimizers_of(phase["optimizer"], program, one.model)
+        return one.model, one.optimizers[0]
 
     one = _Rank(phase)
     torch.manual_seed(int(log.member.split(".")[0]))
@@ -205,6 +205,7 @@ class _Rank(Rank):
 
     def __init__(self, phase):
         self.phase, self.caught, self.outputs = phase, phase["caught"], []
+        self.scaler = None
 
     def begin(self, rank):
         self.rank, self.outputs = rank, []
@@ -342,7 +343,7 @@ def _check_values(program, phase, mine, logs, ended):
         chain.insert(0, sources[epoch])
     of_member = {log.member: log for log in logs}
     reference = Reference(program)
-    schedule = torch.optim.lr_scheduler.StepLR(reference.optimizer, 2, 0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(reference.optimizers[0], 2, 0.5)
     begin, states = 0, [_seeded(name) for name in members.get(chain[0][0], [])]
     for epoch, end in chain:
         names = members.get(epoch, [])

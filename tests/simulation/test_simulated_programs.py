@@ -5,15 +5,23 @@ Promises:
   computes anything else: `test_random_programs_train_as_the_unsharded_module`
 - random models, settings, accumulation, exceptions that all ranks catch, saves and loads into other strategies and
   numbers of ranks: `test_random_programs_train_as_the_unsharded_module`
+- seeds from before younger choices keep their programs, and the others have each of these:
+  `test_old_seeds_keep_their_programs`
+- a step that one rank alone skips is noticed: `test_a_step_that_ranks_do_not_skip_alike_is_noticed`
 - ranks that hear in one group of a stopped rank do not wait for its reading in another:
   `test_what_programs_have_found`
 - a parameter without elements, which has no optimizer state, hinders no load into flat parameters:
   `test_what_programs_have_found`
+- momentum of flatparam's SGD begins with the first step that no scaler skips, of each parameter:
+  `test_what_programs_have_found`
 """
+
+from types import SimpleNamespace
 
 import pytest
 
 from flatparam.fsdp.desync import liveness
+from flatparam.fsdp.interop import patches
 from tests.simulation import process, reference, shrinking, training
 from tests.simulation.programs import draw, is_valid
 
@@ -42,6 +50,48 @@ FOUND = {  # programs that failed once, made small
             {"size": 2, "orig": False, "optimizer": "Adam", "kind": "full", "ops": [["backward", 2, True], ["step"]]},
         ],
     },
+    "momentum of a fused step that a scaler skips, kept uninitialized": {
+        "seed": 98,
+        "width": 2,
+        "tied": False,
+        "layers": [LAYER],
+        "phases": [
+            {
+                "size": 2,
+                "optimizer": "fused momentum",
+                "scaler": "GradScaler",
+                "ops": [["backward", 1, True], ["overflow", 0.5], ["step"], ["backward", 2, True], ["step"]],
+            },
+        ],
+    },
+    "a fused step of parameters of which some have momentum": {
+        "seed": 98,
+        "width": 2,
+        "tied": False,
+        "layers": [LAYER],
+        "phases": [
+            {
+                "size": 2,
+                "optimizer": "fused momentum",
+                "ops": [
+                    ["freeze", "l0", True],
+                    ["backward", 1, True],
+                    ["step"],
+                    ["freeze", "l0", False],
+                    ["backward", 2, True],
+                    ["step"],
+                ],
+            },
+        ],
+    },
+}
+YOUNGER = {  # settings, and some values that they must have
+    "reduction": {"ordered"},
+    "buffers": {"bfloat16"},
+    "scaler": {"GradScaler", "ShardedGradScaler"},
+    "average": {"lerp", "AveragedModel"},
+    "kind": {"dcp"},
+    "optimizer": {"fused SGD", "AdamW + SGD", "momentum + SGD"},
 }
 STEPS = [op for key in range(3) for op in (["backward", key, True], ["step"])]
 STRUCK = {
@@ -73,6 +123,12 @@ def play_with_another_average(program):
     training.play(program)
 
 
+def play_with_scalers_apart(program):
+    """Let each rank skip the steps of its own overflows."""
+    patches.checked_collectives = SimpleNamespace(all_reduce=lambda *args: None)
+    training.play(program)
+
+
 def test_random_programs_train_as_the_unsharded_module():
     first = children = 0
     while first < SEEDS:
@@ -96,6 +152,21 @@ def test_other_numbers_are_noticed():
     program = next(draw(seed) for seed in range(SEEDS) if _steps_on_several_ranks(draw(seed)))
     with pytest.raises(process.SimulatedError, match=r"gradient of .* differs by"):
         ask(play_with_another_average, program)
+
+
+def test_old_seeds_keep_their_programs():
+    drawn = {seed: draw(seed) for seed in range(2000)}
+    for name, values in YOUNGER.items():
+        assert values <= {phase.get(name) for program in drawn.values() for phase in program["phases"]}, name
+        old = (program for seed, program in drawn.items() if seed % 2 and seed % 5)
+        assert not any(phase.get(name) in values for program in old for phase in program["phases"]), name
+    assert all(map(is_valid, drawn.values()))
+
+
+def test_a_step_that_ranks_do_not_skip_alike_is_noticed():
+    program = FOUND["momentum of a fused step that a scaler skips, kept uninitialized"]
+    with pytest.raises(process.SimulatedError, match=r"differs by|the scale is"):
+        ask(play_with_scalers_apart, program)
 
 
 def test_what_faulty_ranks_tell_is_checked():

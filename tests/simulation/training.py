@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     FullOptimStateDictConfig,
@@ -19,15 +21,36 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     StateDictType,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
+from flatparam.fsdp.unit.local_params import local_params_of
 
 from . import bitwise, checkers, process
 from .faults import Fault, UserError, user_code
-from .programs import DEFAULTS, GRIDS, NO_FAULTS, OPTIMIZERS, PRECISIONS, RaisedOnAllRanks, batch, build, draw, loss_of
+from .programs import (
+    DECAY,
+    DEFAULTS,
+    GRIDS,
+    GROWTH_INTERVAL,
+    NO_FAULTS,
+    PRECISIONS,
+    SCALE,
+    RaisedOnAllRanks,
+    batch,
+    build,
+    draw,
+    loss_of,
+    losses_of,
+    optimizers_of,
+)
 from .reference import Reference
 
+SCALERS = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
+# torch loses optimizer states in a ShardedTensor of which a rank has no rows, unless they are flattened
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 ENDS = {"is killed", "raises in user code", "has fewer batches"}  # kinds of faults that end the process at once
 
 
@@ -64,7 +87,7 @@ def play(program):
                 module = modules.pop(rank)
                 layers = dict(module.layers.items())
                 model = wrap(program, phase, module, groups.pop(rank))
-                return Rank(rank, phase, model, layers, iter(events)).live(carried, saved)
+                return Rank(rank, program, phase, model, layers, iter(events)).live(carried, saved)
 
             is_last = i == len(program["phases"]) - 1
             faulty = where if is_last else {}
@@ -73,6 +96,8 @@ def play(program):
             digests.append(run.digest)
             if all(fault.kind == "is late" for fault in run.struck):
                 carried = run.must_end().results[0]
+                if phase["average"] and not phase["caught"]:
+                    _check_saved(program, _of_average(saved), reference.averaged)
             else:
                 _check_struck(run, program, saved, events[-1][1])
     return seconds, digests, [str(fault) for fault in run.struck]
@@ -110,10 +135,19 @@ def _check_struck(run, program, saved, wanted):
         checkpoint.verify(saved)
         if program["catches"]:
             return
-        module = build(program)
-        checkpoint.load(saved, module)
-        for name, param in module.named_parameters():
-            assert bitwise.is_same(param, wanted[name]), f"`{name}` is not the saved one in {saved}"
+        _check_saved(program, saved, wanted)
+
+
+def _check_saved(program, folder, wanted):
+    module = build(program)
+    checkpoint.load(folder, module)
+    for name, param in module.named_parameters():
+        assert bitwise.is_same(param, wanted[name]), f"`{name}` is not the saved one in {folder}"
+
+
+def _of_average(folder):
+    """The folder of averaged weights beside that of the model."""
+    return folder.with_name(f"{folder.name} averaged")
 
 
 def _groups(strategy, inner):
@@ -132,6 +166,7 @@ def _groups(strategy, inner):
 def wrap(program, phase, module, groups):
     """``module`` with some of its layers, and itself, as units."""
     low, reduced = PRECISIONS[phase["precision"]]
+    dtypes = low, reduced, phase["buffers"] and getattr(torch, phase["buffers"])
     arguments = {
         "sharding_strategy": ShardingStrategy[phase["strategy"]],
         "process_group": groups,
@@ -142,7 +177,8 @@ def wrap(program, phase, module, groups):
         "backward_prefetch": phase["prefetch"] and BackwardPrefetch[phase["prefetch"]],
         "forward_prefetch": phase["forward_prefetch"],
         "min_unit_bytes": phase["min_unit_bytes"],
-        "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low or reduced else None,
+        "mixed_precision": MixedPrecision(*dtypes) if any(dtypes) else None,
+        "reduction": phase["reduction"],
     }
     for each in program["layers"]:
         if each["unit"]:
@@ -153,11 +189,14 @@ def wrap(program, phase, module, groups):
 class Rank:
     """One rank of a phase. Its methods ``_NAME`` do the op NAME."""
 
-    def __init__(self, rank, phase, model, layers, events):
+    def __init__(self, rank, program, phase, model, layers, events):
         self.rank, self.phase, self.events = rank, phase, events
         self.caught = phase["caught"]  # errors that ranks have caught alone: no value is known after one; None: none is
         self.layers, self.model = layers, model
-        self.optimizer = OPTIMIZERS[phase["optimizer"]](self.model.parameters())
+        self.optimizers = optimizers_of(phase["optimizer"], program, self.model)
+        self.scaler = phase["scaler"] and SCALERS[phase["scaler"]](
+            device="cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL
+        )
         self.other = nn.Linear(2, 2)
         self.others_optimizer = torch.optim.SGD(self.other.parameters(), lr=0.1)
 
@@ -165,6 +204,10 @@ class Rank:
         if carried is not None:
             self._load(*carried)
         self._check_parameters()
+        if self.phase["average"] == "AveragedModel":
+            self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        elif self.phase["average"] == "lerp":
+            self.average = [param.detach().clone() for param in self.model.parameters()]
         for name, *arguments in self.phase["ops"]:
             pause = 0.0
             try:
@@ -180,6 +223,9 @@ class Rank:
         self._check_parameters()
         if not self.caught:
             bitwise.check_whole(self.model, self.wanted)
+        if self.phase["average"]:
+            with self._averaged() as model:
+                checkpoint.save(_of_average(saved), model)
         return self._save(saved)
 
     def _pause(self, name):
@@ -187,7 +233,7 @@ class Rank:
 
         They wait for who may only be slower with what all raise, and for what a rank does alone.
         """
-        is_alone = name == "evaluate" and self.phase["strategy"] == "NO_SHARD"
+        is_alone = name in ("evaluate", "average") and self.phase["strategy"] == "NO_SHARD"
         return 0.0 if name == "raise" or is_alone else self.phase["pauses"].get(self.rank, 0.0)
 
     def _go_on(self):
@@ -195,7 +241,11 @@ class Rank:
         for layer in self.layers.values():
             layer.raises = None
         self.model.train()
-        self.optimizer.zero_grad()
+        self._zero_grad()
+
+    def _zero_grad(self):
+        for each in self.optimizers:
+            each.zero_grad()
 
     def _next(self, kind):
         """Return what the reference has computed; None: it is not known."""
@@ -210,33 +260,88 @@ class Rank:
         if self.wanted is not None:
             bitwise.check_parameters(self.model, self.wanted)
 
-    def _forward(self, key):
-        output = self.model(*batch(key, self.rank))
+    def _forward(self, key, model=None):
+        output = (model or self.model)(*batch(key, self.rank))
         if (wanted := self._next("output")) is not None:
             bitwise.check_output(output, wanted[self.rank])
         return output
 
-    def _backward(self, key, synced, backwards=1):
+    def _backward(self, key, synced, op="backward"):
         with contextlib.nullcontext() if synced else self.model.no_sync():
-            loss = loss_of(self._forward(key))
-            for i in range(backwards):
-                loss.backward(retain_graph=i < backwards - 1)
+            losses = losses_of(op, self._forward(key))
+            for i, loss in enumerate(losses):
+                loss = self.scaler.scale(loss) if self.scaler else loss
+                loss.backward(retain_graph=i < len(losses) - 1)
 
     def _twice(self, key, synced):
-        self._backward(key, synced, 2)
+        self._backward(key, synced, "twice")
 
-    def _step(self):
+    def _losses(self, key, synced):
+        self._backward(key, synced, "losses")
+
+    def _overflow(self, where):
+        if (place := self._next("overflow")) is None:
+            return
+        for local in local_params_of(self.model, buffers=False):
+            for name in place.keys() & set(local.names):
+                if (mine := local.slice_of(place[name])).any():
+                    bitwise.gradient_of(local)[mine] = torch.inf
+
+    def _step(self, which=None):
+        stepped = [each for i, each in enumerate(self.optimizers) if which in (None, i)]
         if self.phase["clip"] is not None:
+            for each in stepped if self.scaler else ():
+                self.scaler.unscale_(each)
             self.model.clip_grad_norm_(self.phase["clip"], float("inf"))
         if (wanted := self._next("gradients")) is not None:
             bitwise.check_gradients(self.model, wanted)
             bitwise.check_rest(self.model)
-        self.optimizer.step()
-        self._clear()
+        for each in stepped:
+            self.scaler.step(each) if self.scaler else each.step()
+        if self.scaler and stepped:
+            self.scaler.update()
+            if (wanted := self._next("scale")) is not None:
+                assert self.scaler.get_scale() == wanted, f"the scale is {self.scaler.get_scale()}, not {wanted}"
+        for each in stepped:
+            each.zero_grad(self.phase["set_to_none"])
         self._check_parameters()
+        if self.phase["average"] == "AveragedModel":
+            self.average.update_parameters(self.model)
+        elif self.phase["average"] == "lerp":
+            with torch.no_grad():
+                for average, param in zip(self.average, self.model.parameters(), strict=True):
+                    average.lerp_(param, 1 - DECAY)
+
+    @contextlib.contextmanager
+    def _averaged(self):
+        """A model with the averaged weights."""
+        if self.phase["average"] == "AveragedModel":
+            yield self.average.module
+            return
+        params = list(self.model.parameters())
+        trained = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, self.average)
+        try:
+            yield self.model
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(params, trained)
+
+    def _average(self, key):
+        if self.phase["average"] is None:
+            return
+        with self._averaged() as model:
+            if (wanted := self._next("averaged")) is not None:
+                bitwise.check_parameters(model, wanted)
+            model.eval()
+            with torch.no_grad():
+                self._forward(key, model)
+            self.model.train()
 
     def _clear(self):
-        self.optimizer.zero_grad(self.phase["set_to_none"])
+        for each in self.optimizers:
+            each.zero_grad(self.phase["set_to_none"])
 
     def _evaluate(self, key):
         self.model.eval()
@@ -249,7 +354,7 @@ class Rank:
         with contextlib.suppress(RaisedOnAllRanks):
             loss_of(self.model(*batch(key, self.rank))).backward()
         self.layers[layer].raises = None
-        self.optimizer.zero_grad()
+        self._zero_grad()
 
     def _summon(self, name):
         with FSDP.summon_full_params(self.model), torch.no_grad():
@@ -264,20 +369,36 @@ class Rank:
         self.others_optimizer.zero_grad()
 
     def _save(self, folder):
-        if self.phase["kind"] == "ours":
-            checkpoint.save(folder, self.model, self.optimizer)
-            return "ours", folder
-        with self._full():
-            return "full", (self.model.state_dict(), FSDP.optim_state_dict(self.model, self.optimizer))
+        kind = self.phase["kind"]
+        if kind == "ours":
+            checkpoint.save(folder, self.model, self.optimizers)
+        elif kind == "dcp":
+            dcp.save(self._states(), checkpoint_id=folder)
+            dist.barrier()  # rank 0 may wait yet for the end of its broadcast, which a rank that ends would break
+        else:
+            with self._full():
+                states = [FSDP.optim_state_dict(self.model, each) for each in self.optimizers]
+                return "full", (self.model.state_dict(), states)
+        return kind, folder
 
     def _load(self, kind, saved):
         if kind == "ours":
-            checkpoint.load(saved, self.model, self.optimizer)
-            return
-        weights, states = saved
-        with self._full():
-            self.model.load_state_dict(weights)
-            self.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.model, self.optimizer, states))
+            checkpoint.load(saved, self.model, self.optimizers)
+        elif kind == "dcp":
+            states = self._states()
+            dcp.load(states, checkpoint_id=saved)
+            given = {"model_state_dict": states["model"], "optim_state_dict": states["optimizers"]}
+            set_state_dict(self.model, self.optimizers, **given, options=FLATTENED)
+        else:
+            weights, states = saved
+            with self._full():
+                self.model.load_state_dict(weights)
+                for each, state in zip(self.optimizers, states, strict=True):
+                    each.load_state_dict(FSDP.optim_state_dict_to_load(self.model, each, state))
+
+    def _states(self):
+        found = get_state_dict(self.model, self.optimizers, options=FLATTENED)
+        return dict(zip(("model", "optimizers"), found, strict=True))
 
     def _full(self):
         configs = FullStateDictConfig(), FullOptimStateDictConfig()
