@@ -458,7 +458,6 @@ def _add(source, program):
     if source.random() < 0.5:
         may_be = [each for each in OTHERS[optimizer] if "+" not in each or any(layer["unit"] for layer in layers)]
         optimizer = source.choice(may_be or [optimizer])
-    is_mixed = len({each.startswith("fused") for each in optimizer.split(" + ")}) == 2
     freezes = any(op[0] == "freeze" for phase in phases for op in phase["ops"])
     may_have_no_gradient = freezes or any(each["how"] == "unused" or each["frozen"] for each in layers)
     for phase in phases:
@@ -466,8 +465,7 @@ def _add(source, program):
             "optimizer": optimizer,
             "reduction": "ordered" if phase["strategy"] in ORDERED and source.random() < 0.4 else None,
             "buffers": "bfloat16" if "convolution" not in kinds and source.random() < 0.3 else None,
-            # torch's ShardedGradScaler cannot add the flags of a fused optimizer and of another one
-            "scaler": source.choice([None, None, "GradScaler", "GradScaler" if is_mixed else "ShardedGradScaler"]),
+            "scaler": source.choice([None, None, "GradScaler", "ShardedGradScaler"]),
             "average": source.choice([None, None, None, "lerp", "AveragedModel"]),
         }
         if "+" in optimizer and may_have_no_gradient and _keeps_whole(phase):

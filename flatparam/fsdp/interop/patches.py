@@ -342,12 +342,14 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
     """Let all ranks skip a step of a gradient scaler together.
 
     Each rank sees infinite gradients in its own shards only, so the flags are all-reduced: a collective call if the
-    optimizer steps sharded parameters.
+    optimizer steps sharded parameters. They get one shape: torch's ``ShardedGradScaler`` makes two, one for fused
+    optimizers, and cannot add them.
     """
 
     def agreeing(
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        found_inf = found_inf.reshape(())
         found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         shards = sharded_now(param for group in optimizer.param_groups for param in group["params"])
         if shards:

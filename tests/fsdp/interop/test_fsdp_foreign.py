@@ -7,7 +7,8 @@ Promises:
   that of transformers and PEFT also without the wrapper (`model.module`), and of a module that has units inside:
   `test_save_pretrained_of_libraries`, `integrations/test_peft.py` (`save_pretrained`)
 - `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` are those of the unsharded module:
-  `test_clipping_and_scaling`
+  `test_clipping_and_scaling`; a `ShardedGradScaler` steps a fused optimizer and another one:
+  `test_a_scaler_steps_a_fused_optimizer_and_another_one`
 """
 
 import gc
@@ -211,6 +212,32 @@ def clipped_and_scaled():
 @pytest.mark.multiprocess
 def test_clipping_and_scaling():
     simulate_ranks(clipped_and_scaled, 2)
+
+
+def scaled_with_two_optimizers():
+    """A fused optimizer and another one under one scaler: torch makes their flags of different shapes."""
+    for strategy, sick in itertools.product(("FULL_SHARD", "NO_SHARD"), (None, 0, 1)):
+        note(f"{strategy} {sick}")
+        model = wrap_blocks(make(), use_orig_params=True, **settings(strategy))
+        params = list(model.parameters())
+        optimizers = [torch.optim.SGD(params[i::2], lr=0.1, fused=i == 0) for i in range(2)]
+        scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
+        scaler.scale(loss_of(model, data(0))).backward()
+        if sick is not None:
+            next(p.grad for p in params[sick::2] if p.grad is not None and p.numel()).fill_(torch.inf)
+        before = [param.detach().clone() for param in params]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if sick is None else 2.0)
+        for i in range(2):
+            is_same = all(map(torch.equal, params[i::2], before[i::2]))
+            assert is_same == (i == sick), i
+
+
+@pytest.mark.multiprocess
+def test_a_scaler_steps_a_fused_optimizer_and_another_one():
+    simulate_ranks(scaled_with_two_optimizers, 2)
 
 
 @pytest.mark.parametrize("where", [0, 1, None])
