@@ -107,7 +107,7 @@ class SGD(_Fused, torch.optim.SGD):
         if found is None:
             return self._init_apart(group, *lists) if keys and group["fused"] else bool(init_group(group, *lists))
         params, grads, *buffers, counts = found
-        momentum = buffers[0] if buffers else [None] * len(params) if has_momentum else []
+        momentum: list[Any] = buffers[0] if buffers else [None] * len(params) if has_momentum else []
         self._step_fused(group, params, grads, momentum)
         if is_first:
             stepped = iter([param for param in group["params"] if param.grad is not None])
@@ -137,8 +137,8 @@ class SGD(_Fused, torch.optim.SGD):
             self.state[param][_BUFFER] = buffer
         return self._init_group(group | {"params": [param for param in is_new if not is_new[param]]}, *lists)
 
-    def _step_fused(self, group: dict[str, Any], *lists: list[Any]) -> None:
+    def _step_fused(self, group: dict[str, Any], params: list[Any], grads: list[Any], momentum: list[Any]) -> None:
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
         settings: dict[str, Any] = {name: group[name] for name in names}
         settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        sgd(*lists, **settings)
+        sgd(params, grads, momentum, **settings)
