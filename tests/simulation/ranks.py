@@ -51,6 +51,7 @@ class _World:
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.group_count = 0
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state, self.comms = {}, {}, {}, []
+        self.registered = []  # names of groups
 
 
 class _Worlds:
@@ -121,11 +122,25 @@ def _torch_of_ranks(size: int):
     name = c10d._process_group_name
 
     def unique(ranks: Any, use_hashed_name: bool) -> str:
-        return NAMES.format(seams.fp_sim_rank()) + name(ranks, use_hashed_name)
+        c10d._world.registered.append(NAMES.format(seams.fp_sim_rank()) + name(ranks, use_hashed_name))
+        return c10d._world.registered[-1]
+
+    def unregister_all() -> None:  # when a rank destroys its world; torch's forgets the groups of all ranks
+        for each in c10d._world.registered:
+            with contextlib.suppress(RuntimeError):
+                c10d._unregister_process_group(each)
+        c10d._world.registered.clear()
 
     hook = sys.excepthook  # init_process_group() puts another around it
-    before = {each: getattr(c10d, each) for each in ("_world", "_process_group_name", "ProcessGroupGloo")}
-    c10d._world, c10d._process_group_name, c10d.ProcessGroupGloo = _Worlds(size, c10d._world), unique, _Gloo
+    replaced = {
+        "_world": _Worlds(size, c10d._world),
+        "_process_group_name": unique,
+        "_unregister_all_process_groups": unregister_all,
+        "ProcessGroupGloo": _Gloo,
+    }
+    before = {each: getattr(c10d, each) for each in replaced}
+    for each, value in replaced.items():
+        setattr(c10d, each, value)
     try:
         yield
     finally:

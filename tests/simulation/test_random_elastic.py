@@ -7,6 +7,7 @@ Promises:
 - ranks are killed, stopped, late, or raise at random points, also new ones that join, and copies and parities change:
   what is left trains on as the unsharded module, or all raise one error, and only if the state is lost; nobody waits
   for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`
+- seeds that failed once do not fail again: `test_what_seeds_have_found`
 - each promise of the checker is one that can fail: `test_what_is_wrong_is_noticed`
 """
 
@@ -17,6 +18,7 @@ from flatparam.fsdp.desync import liveness
 from tests.simulation import process, random_elastic, reference, training
 
 SEEDS = 25
+FOUND = {2210: "a rank that destroyed its first world took the names of the others' groups in C++ away"}
 LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
 KILLED = {
     "seed": 1,
@@ -62,6 +64,12 @@ def test_random_elastic_programs():
         assert error is None, (last, error)
         first, struck = last + 1, struck + 1
     assert struck > SEEDS / 2, "the faults seldom strike"
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_seeds_have_found(seed):
+    ((_, _, _, error),) = ask(training.play_seeds, seed, seed + 1, True)
+    assert error is None, f"{FOUND[seed]}: {error}"
 
 
 @pytest.mark.parametrize(
