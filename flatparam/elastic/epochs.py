@@ -140,7 +140,7 @@ class Epochs:
 
     def without(self, epoch: Epoch, lost: list[str]) -> Epoch:
         """Decide that the job goes on without the members ``lost``."""
-        reason = "; ".join(self.why_ended(one) or f"{one} does not answer" for one in lost) or "its world was not made"
+        reason = "; ".join(self.why_ended(one) or f"{one} does not answer" for one in lost) or "its world has failed"
         return self._decide(epoch, (one for one in epoch.members if one not in lost), epoch.asks, reason)
 
     def end(self, member: str, why: str) -> None:

@@ -31,7 +31,7 @@ from ..checkpoint.progress import newest_of
 from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
-from ..fsdp.desync.checked_collectives import gather_objects, run
+from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
@@ -46,7 +46,7 @@ from .transport import Held
 
 _CONNECTING = 10.0  # seconds for a new world: all of its members have come
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
-_ATTEMPTS = 3  # to make a world
+_ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
 Build = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -72,14 +72,13 @@ class Session:
         self.extra: Any = None
         self.generations: list[Generation] = []
         self._group: Any = None
-        self._attempts = 0  # to make a world, since the last one
+        self._attempts = 0  # of _ATTEMPTS, since a state was committed
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
 
     # Worlds
 
     def make_world(self, epoch: Epoch) -> None:
         """Come to ``epoch`` or a later one, and make its world. Raises: Replaced; RuntimeError if a rank is lost."""
-        self._attempts += 1
         self.epoch = epoch = self.epochs.meet(epoch)
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size = epoch.members.index(self.epochs.me), len(epoch.members)
@@ -97,7 +96,6 @@ class Session:
         for group in all_groups():
             dist.distributed_c10d._set_pg_timeout(self._time_out, group)
         store.set_timeout(self._time_out)
-        self._attempts = 0
 
     def end_world(self) -> None:
         """Destroy the world, without a wait for ranks that are lost."""
@@ -156,6 +154,7 @@ class Session:
         lengths, asks = zip(*told, strict=True)
         old = None
         if self._is_committed():  # all ranks are here, so the newest generation is whole on all of them
+            self._attempts = 0
             old = self.generations[0] if len(self.generations) > 1 else None
             del self.generations[:-1]
         ranks = group_of(number, size, self._redundancy)
@@ -166,13 +165,9 @@ class Session:
         self.generations.append(generation)
         generation.send(self._group)
         if min(asks) > self.epoch.asks:
-            self.meet()
+            self.complete()
+            _gathered(0)  # the newest snapshot is whole on all ranks
             self.go_to(self.epochs.grown(self.epoch, min(asks)))
-
-    def meet(self) -> None:
-        """Wait until the newest snapshot is whole on all ranks."""
-        self.complete()
-        _gathered(0)
 
     # Recovery
 
@@ -199,7 +194,9 @@ class Session:
             if lost:
                 return self.epochs.without(self.epoch, lost)
             time.sleep(0.02)
-        if 0 < self._attempts < _ATTEMPTS:  # the world was not made: who does not come to the next one is lost
+        is_unclear = is_of_transport or self._group is None or STAYS_AWAY in str(error)
+        if is_unclear and (attempts := self._attempts + 1) < _ATTEMPTS:  # who does not come to the next world is lost
+            self._attempts = attempts
             return self.epochs.without(self.epoch, [])
         raise error
 

@@ -118,6 +118,7 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
         trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
+STAYS_AWAY = "has not gone on since"  # in texts about ranks that have caught an exception
 # Traces on which a rank of this process has reported an exception and has not gone on since; the others may wait for it
 troubled: list[GroupTrace] = []
 
@@ -133,7 +134,7 @@ def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     with contextlib.suppress(StoreGoneError):
         for trace in {trace_of(group, part.device) for part in parts for group in part.groups}:
             if trace is not None and trace not in troubled:
-                trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"))
+                trace.tell_trouble(liveness.describe(error, dist.get_rank(), STAYS_AWAY))
                 troubled.append(trace)
 
 
