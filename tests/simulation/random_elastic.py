@@ -327,7 +327,6 @@ def _check_values(program, phase, mine, logs, ended):
     sources, members = {}, {}
     for log in logs:
         members |= log.members
-    for log in mine.values():
         for epoch, key in log.sources.items():
             assert sources.setdefault(epoch, key) == key, f"epoch {epoch} goes on from {key} and {sources[epoch]}"
     steps, (epoch, _) = steps_of(phase), _newest(mine)
