@@ -40,6 +40,7 @@ from .training import Rank, wrap
 
 LOOKING = 1.0  # seconds from one look of a launcher to the next
 ENDING = 60.0  # seconds after which launchers end the job of a rank that has raised: all others have been told before
+ANSWERING = 1.6  # seconds in which a live process answers a call, see liveness.py
 LIMIT = 900.0  # virtual seconds of a run
 NO_STATE = product._NOT_COMMITTED
 LOST = "start again from the newest checkpoint"
@@ -273,7 +274,12 @@ def _check(program, phase, run, logs):
     """All that have no fault end with the right bits, or raise one error, and only where the state is lost."""
     assert run.reason == 0, "a rank waits for ever"
     assert len(logs) not in run.errors, run.errors[len(logs)]
-    struck = {fault.rank for fault in run.struck if fault.kind != "is late"}
+    missed = {  # who answers no call while another rank is lost is taken for lost, too
+        fault.rank
+        for fault in run.struck
+        if fault.seconds > ANSWERING and len(run.struck) > 1 and run.errors.get(fault.rank, "-")[0] == "Replaced"
+    }
+    struck = missed | {fault.rank for fault in run.struck if fault.kind != "is late"}
     mine = {rank: log for rank, log in enumerate(logs) if rank not in struck and log.is_born}
     errors = {run.errors[rank][:2] for rank in mine if rank in run.errors}
     ended = {logs[rank].member: value for rank, value in run.results.items() if value is not None}

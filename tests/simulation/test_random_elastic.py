@@ -23,6 +23,7 @@ FOUND = {
     1101: "two machines were lost while all caught an exception, and nobody missed them",
     2210: "a rank that destroyed its first world took the names of the others' groups in C++ away",
     5012: "a machine was lost that had answered no call before, and the others raised gloo's error",
+    7014: "a rank that is late by 8 s while another is killed is replaced, and the checker took that for wrong",
     6400: "a stopped rank went on alone, and the checker asked only a new one from which state each epoch began",
 }
 LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
