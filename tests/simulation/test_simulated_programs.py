@@ -10,6 +10,8 @@ Promises:
 - a step that one rank alone skips is noticed: `test_a_step_that_ranks_do_not_skip_alike_is_noticed`
 - ranks that hear in one group of a stopped rank do not wait for its reading in another:
   `test_what_programs_have_found`
+- a rank that runs out of memory as it reads the comparison of a unit ends with that error, and the others are told:
+  `test_what_programs_have_found`
 - a parameter without elements, which has no optimizer state, hinders no load into flat parameters:
   `test_what_programs_have_found`
 - momentum of flatparam's SGD begins with the first step that no scaler skips, of each parameter:
@@ -37,6 +39,14 @@ FOUND = {  # programs that failed once, made small
             {"size": 4, "strategy": "LAYER_ZERO", "inner": 2, "optimizer": "SGD", "ops": [["backward", 31, True]]},
         ],
         "faults": [{"kind": "is stopped", "rank": 0, "point": 38, "seconds": 15.0}],
+    },
+    "a rank out of memory as it reads the comparison of a unit, when the other has gone on": {
+        "seed": 40405,
+        "width": 1,
+        "tied": False,
+        "layers": [LAYER | {"unit": False}],
+        "phases": [{"size": 2, "strategy": "_HYBRID_SHARD_ZERO2", "optimizer": "SGD", "ops": [["backward", 0, True]]}],
+        "faults": [{"kind": "is out of memory", "rank": 0, "point": 4, "seconds": 0.0}],
     },
     "full optimizer state of a parameter without elements, loaded into a flat parameter": {
         "seed": 143,

@@ -53,10 +53,10 @@ def check_same_unit(
 ) -> Agreed:
     """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
 
-    Args: ``inner``: another group that needs an id of the unit; its ranks are all in one of ``groups``; ``digests``:
-    returns the digest of each parameter's values by FQN, or nothing if values are not to be compared; not called if
-    every group has one rank; ``shown``: for the error, not compared: the unit's name and place, and the units that this
-    rank builds, in words.
+    Args: ``groups``: each is taken out once its comparison has begun, see ``telling``; ``inner``: another group that
+    needs an id of the unit; its ranks are all in one of ``groups``; ``digests``: returns the digest of each parameter's
+    values by FQN, or nothing if values are not to be compared; not called if every group has one rank; ``shown``: for
+    the error, not compared: the unit's name and place, and the units that this rank builds, in words.
     Raises: ValueError on all ranks alike. It names the first rank and parameter that differ from those of the group's
     first rank, or the rank that could not build its unit and the reason. Different values raise nothing here.
     """
@@ -109,8 +109,9 @@ class _Values:
 def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     """Report an exception of the block to the ranks that are about to compare the unit: they raise a ValueError.
 
-    ``groups``: the groups of the coming comparison, or none. The block keeps the list up to date: it empties it after
-    the comparison. The report takes part in the other ranks' ``check_same_unit``, so it must be their next collective.
+    ``groups``: the groups of the coming comparison, or none. The block keeps the list up to date. The report takes part
+    in the other ranks' ``check_same_unit``, so it must be their next collective: ``check_same_unit`` takes a group out
+    once its comparison has begun, as the other ranks may have read this rank's description, and gone on.
     Raises: the exception of the block.
     """
     try:
@@ -135,10 +136,12 @@ def _compare(
     """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
     ``said``: the description, or the text of this rank's error. A problem in one group becomes ``said`` in the next,
-    since the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group.
+    since the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group. Takes each group
+    out of ``groups`` once its collective has begun.
     """
-    for group in groups:
-        everyone = _tell(said, group, bytes(8) if values is None else values.word)
+    while groups:
+        group = groups[0]
+        everyone = _tell(said, groups, bytes(8) if values is None else values.word)
         ids = ids_of(group)
         ids.generation = ids.generation or f"{int(everyone[0, -1]):x}"
         numbers[ids] = ids.of_built()
@@ -149,11 +152,12 @@ def _compare(
     return said if isinstance(said, str) else None
 
 
-def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> Tensor:
-    """Gather 6 int64 words from each rank of ``group``: 4 of the digest of ``said``, ``word``, and a random number.
+def _tell(said: Described | str, groups: list[dist.ProcessGroup], word: bytes) -> Tensor:
+    """Gather 6 int64 words from each rank of the first group: 4 of the digest of ``said``, ``word``, a random number.
 
-    The first rank's random number becomes the group's generation.
+    The first rank's random number becomes the group's generation. Takes the group out of ``groups`` once it has begun.
     """
+    group = groups[0]
     digest = digest_of_said(said)
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
     mine = torch.tensor(
@@ -162,12 +166,18 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
         device=dist.distributed_c10d._get_object_coll_device(group),
     )
     everyone = mine.new_empty(dist.get_world_size(group), len(mine))
+
+    def begin(*tensors: Any, **options: Any) -> Any:
+        work = dist.all_gather(*tensors, **options)
+        groups.remove(group)
+        return work
+
     late = threading.Timer(_PATIENCE, _warn_of_waiting, (said,))
     late.daemon = True
     if isinstance(said, str):
         late.start()
     try:
-        exchange(SetupCollective.BUILDS, dist.all_gather, list(everyone), mine, group=group)
+        exchange(SetupCollective.BUILDS, begin, list(everyone), mine, group=group)
     finally:
         late.cancel()
     return everyone.cpu()

@@ -196,12 +196,11 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             check_device(name + place, originals, options)
             agreed = check_same_unit(
                 describe_unit(name, originals, options),
-                self._placement.compared,
+                comparing,
                 self._placement.param if self._placement.has_secondary_shard else None,
                 lambda: digests_of(originals) if check_values and not sync_module_states else {},
                 (name + place, collected.plan),
             )
-            comparing.clear()
             if device is not None:
                 check_exchanges(self._placement.groups, device)
             self._placement = self._placement.with_host(device)

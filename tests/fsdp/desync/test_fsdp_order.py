@@ -9,6 +9,9 @@ Promises:
   `test_ctrl_c.py::test_a_forward_called_again_after_ctrl_c_on_one_rank_is_told`
 - if ranks train other parameters, or not all units, the error names the parameters and the rank:
   `test_ranks_that_train_other_parameters_are_told_which`
+- a rank that raises in the comparison of a unit, once others may have read its part and gone on, begins no collective
+  that would meet another one of theirs:
+  `test_an_error_of_one_rank_once_others_may_have_gone_on_begins_no_collective`
 - one rank may do alone whatever needs no collective: `test_one_rank_may_do_alone_what_needs_no_other`
 - calls that all ranks make alike are legal and ask no rank; a changed order warns when debugging:
   `test_what_all_ranks_do_alike_is_legal`, `test_a_changed_order_warns_when_debugging`,
@@ -25,6 +28,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
 import warnings
 from unittest import mock
@@ -40,7 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.common.collectives import fake_group
-from flatparam.fsdp.desync import checked_collectives, trace
+from flatparam.fsdp.desync import checked_collectives, same_unit, trace
 from flatparam.fsdp.desync.checked_collectives import trace_of
 from flatparam.fsdp.desync.stores import Store
 from flatparam.fsdp.desync.trace import GroupTrace, _limit
@@ -447,6 +451,30 @@ def test_an_error_of_one_rank_is_seen_before_the_others_come():
     [text], none = simulate_ranks(fails_alone, 2)
     assert "rank 0 could not build its unit" in text
     assert none == []
+
+
+def fails_once_compared(module, name):
+    """Rank 0, in ``module.name``, which it calls once the others can read its part of the comparison, and go on."""
+    module = sys.modules[module]
+    call, failed = getattr(module, name), []
+
+    def fail(*args, **options):
+        if dist.get_rank() == 0 and not failed:
+            failed.append(True)
+            raise TimeoutError("of a handler of signals")
+        return call(*args, **options)
+
+    setattr(module, name, fail)
+    with pytest.raises(TimeoutError) if dist.get_rank() == 0 else contextlib.nullcontext():
+        FullyShardedDataParallel(nn.Linear(3, 3))
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize(("module", "name"), [(checked_collectives, "wait"), (same_unit, "_is_same")])
+def test_an_error_of_one_rank_once_others_may_have_gone_on_begins_no_collective(module, name):
+    assert simulate_ranks(fails_once_compared, 2, module.__name__, name) == [3.0, 3.0]
 
 
 def tell_from_child(model, end):
