@@ -10,7 +10,8 @@ Promises:
 - a step that one rank alone skips is noticed: `test_a_step_that_ranks_do_not_skip_alike_is_noticed`
 - ranks that hear in one group of a stopped rank do not wait for its reading in another:
   `test_what_programs_have_found`
-- a rank that runs out of memory as it reads the comparison of a unit ends with that error, and the others are told:
+- a rank that runs out of memory in the comparison of a unit, when others have gone on, ends with that error, and all
+  others are told it alike, also in grids of groups:
   `test_what_programs_have_found`
 - a parameter without elements, which has no optimizer state, hinders no load into flat parameters:
   `test_what_programs_have_found`
@@ -47,6 +48,14 @@ FOUND = {  # programs that failed once, made small
         "layers": [LAYER | {"unit": False}],
         "phases": [{"size": 2, "strategy": "_HYBRID_SHARD_ZERO2", "optimizer": "SGD", "ops": [["backward", 0, True]]}],
         "faults": [{"kind": "is out of memory", "rank": 0, "point": 4, "seconds": 0.0}],
+    },
+    "a rank out of memory between the comparisons of a unit in the two groups of a grid": {
+        "seed": 52269,
+        "width": 1,
+        "tied": False,
+        "layers": [LAYER | {"unit": False}],
+        "phases": [{"size": 4, "strategy": "HYBRID_SHARD", "inner": 2, "optimizer": "SGD", "ops": []}],
+        "faults": [{"kind": "is out of memory", "rank": 2, "point": 4, "seconds": 0.0}],
     },
     "full optimizer state of a parameter without elements, loaded into a flat parameter": {
         "seed": 143,

@@ -53,7 +53,7 @@ def check_same_unit(
 ) -> Agreed:
     """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
 
-    Args: ``groups``: each is taken out once its comparison has begun, see ``telling``; ``inner``: another group that
+    Args: ``groups``: the list is emptied once the comparison has begun, see ``telling``; ``inner``: another group that
     needs an id of the unit; its ranks are all in one of ``groups``; ``digests``: returns the digest of each parameter's
     values by FQN, or nothing if values are not to be compared; not called if every group has one rank; ``shown``: for
     the error, not compared: the unit's name and place, and the units that this rank builds, in words.
@@ -110,8 +110,9 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     """Report an exception of the block to the ranks that are about to compare the unit: they raise a ValueError.
 
     ``groups``: the groups of the coming comparison, or none. The block keeps the list up to date. The report takes part
-    in the other ranks' ``check_same_unit``, so it must be their next collective: ``check_same_unit`` takes a group out
-    once its comparison has begun, as the other ranks may have read this rank's description, and gone on.
+    in the other ranks' ``check_same_unit``, so it must be their next collective: ``check_same_unit`` empties the
+    list once its first collective has begun. From then on other ranks may have read this rank's description and gone
+    on, so all of them wait until this rank has ended, and are told its exception alike.
     Raises: the exception of the block.
     """
     try:
@@ -136,12 +137,11 @@ def _compare(
     """Compare ``said`` over one group after the other. Returns the problem, the same on all ranks; None: none.
 
     ``said``: the description, or the text of this rank's error. A problem in one group becomes ``said`` in the next,
-    since the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group. Takes each group
-    out of ``groups`` once its collective has begun.
+    since the ranks there cannot know of it otherwise. Fills ``numbers`` with the id over each group. Empties
+    ``groups`` once the first collective has begun.
     """
-    while groups:
-        group = groups[0]
-        everyone = _tell(said, groups, bytes(8) if values is None else values.word)
+    for group in list(groups):
+        everyone = _tell(said, group, groups, bytes(8) if values is None else values.word)
         ids = ids_of(group)
         ids.generation = ids.generation or f"{int(everyone[0, -1]):x}"
         numbers[ids] = ids.of_built()
@@ -152,12 +152,11 @@ def _compare(
     return said if isinstance(said, str) else None
 
 
-def _tell(said: Described | str, groups: list[dist.ProcessGroup], word: bytes) -> Tensor:
-    """Gather 6 int64 words from each rank of the first group: 4 of the digest of ``said``, ``word``, a random number.
+def _tell(said: Described | str, group: dist.ProcessGroup, groups: list[dist.ProcessGroup], word: bytes) -> Tensor:
+    """Gather 6 int64 words from each rank of ``group``: 4 of the digest of ``said``, ``word``, and a random number.
 
-    The first rank's random number becomes the group's generation. Takes the group out of ``groups`` once it has begun.
+    The first rank's random number becomes the group's generation. Empties ``groups`` once the collective has begun.
     """
-    group = groups[0]
     digest = digest_of_said(said)
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
     mine = torch.tensor(
@@ -169,7 +168,7 @@ def _tell(said: Described | str, groups: list[dist.ProcessGroup], word: bytes) -
 
     def begin(*tensors: Any, **options: Any) -> Any:
         work = dist.all_gather(*tensors, **options)
-        groups.remove(group)
+        groups.clear()
         return work
 
     late = threading.Timer(_PATIENCE, _warn_of_waiting, (said,))
