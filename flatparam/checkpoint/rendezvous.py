@@ -15,8 +15,8 @@ from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import come_back, note_meeting
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
-from ..fsdp.desync.trace import GroupTrace
-from ..fsdp.errors import FileError, StateError, StoreGoneError
+from ..fsdp.desync.trace import AND_SO, GroupTrace
+from ..fsdp.errors import FileError, OrderError, StateError, StoreGoneError
 from ..fsdp.unit.unit import units_of
 from .errors import CheckpointError
 
@@ -115,7 +115,7 @@ class Rendezvous:
         if store is not None:
             store.set(own, json.dumps(mine))
         if store is not None and not self.is_first:
-            liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True, look=self._look)
+            self._wait_for(store, [verdict], self.ranks[:1])
             answer = json.loads(store.values_at([verdict])[0])
             readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
@@ -128,7 +128,7 @@ class Rendezvous:
         try:
             said = [mine]
             if store is not None:
-                liveness.wait_for_keys(store, keys, self.ranks, takes_long=True, look=self._look)
+                self._wait_for(store, keys, self.ranks)
                 said = [json.loads(one) for one in store.values_at(keys)]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
             if answer[0] is None:
@@ -147,6 +147,15 @@ class Rendezvous:
             return answer, failed
         finally:
             failed = None  # its traceback holds this frame
+
+    def _wait_for(self, store: Store, keys: list[str], ranks: list[int]) -> None:
+        """Wait for ``keys``. Raises: OrderError, with the text that ranks raise meanwhile in a collective."""
+        try:
+            liveness.wait_for_keys(store, keys, ranks, takes_long=True, look=self._look)
+        except OrderError as lost:
+            if isinstance(lost, StoreGoneError) or not self._traces or str(lost).endswith(AND_SO):
+                raise
+            raise OrderError(f"{lost}{AND_SO}") from None
 
     def _look(self, waited: float) -> None:
         """Raises: OrderError, on every rank, if one of them runs a unit in place of this call."""

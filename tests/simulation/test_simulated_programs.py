@@ -8,8 +8,8 @@ Promises:
 - seeds from before younger choices keep their programs, and the others have each of these:
   `test_old_seeds_keep_their_programs`
 - a step that one rank alone skips is noticed: `test_a_step_that_ranks_do_not_skip_alike_is_noticed`
-- ranks that hear in one group of a stopped rank do not wait for its reading in another:
-  `test_what_programs_have_found`
+- ranks that hear in one group of a stopped rank do not wait in another for its reading, nor for that of a rank that was
+  told in a save and has ended: `test_what_programs_have_found`
 - a rank that runs out of memory in the comparison of a unit, when others have gone on, ends with that error, and all
   others are told it alike, also in grids of groups:
   `test_what_programs_have_found`
@@ -56,6 +56,32 @@ FOUND = {  # programs that failed once, made small
         "layers": [LAYER | {"unit": False}],
         "phases": [{"size": 4, "strategy": "HYBRID_SHARD", "inner": 2, "optimizer": "SGD", "ops": []}],
         "faults": [{"kind": "is out of memory", "rank": 2, "point": 4, "seconds": 0.0}],
+    },
+    "a rank that waits until one has read that was told of a stopped rank in a save, and has ended": {
+        "seed": 20481,
+        "width": 3,
+        "tied": False,
+        "layers": [LAYER | {"kind": "convolution"}],
+        "phases": [
+            {
+                "size": 8,
+                "strategy": "HYBRID_SHARD",
+                "inner": 4,
+                "prefetch": "BACKWARD_POST",
+                "forward_prefetch": True,
+                "optimizer": "SGD",
+                "ops": [
+                    ["backward", 0, True],
+                    ["step"],
+                    ["backward", 10, True],
+                    ["step"],
+                    ["freeze", "l0", False],
+                    ["backward", 20, True],
+                    ["step"],
+                ],
+            },
+        ],
+        "faults": [{"kind": "is stopped", "rank": 6, "point": 120, "seconds": 30.0}],
     },
     "full optimizer state of a parameter without elements, loaded into a flat parameter": {
         "seed": 143,

@@ -634,16 +634,20 @@ class GroupTrace:
                 return
             readers = len(self._ranks) - absent
             with contextlib.suppress(StoreGoneError):
-                if self._board is not None:
-                    readers = min(readers, len(self._ranks) - self._board.count_dead(self._ranks))
+                readers = min(readers, self._living())
                 said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
                 reason, readers = json.loads(said)
                 self._store.add("readers", 1)
             self._readers, self._reason = readers, reason
             self.core.broken = _C.TRACE_BROKEN
 
+    def _living(self) -> int:
+        return len(self._ranks) - (self._board.count_dead(self._ranks) if self._board is not None else 0)
+
     def _is_read(self) -> bool:
-        return int(self._said("readers") or 0) >= self._readers
+        """Whether all have read who will. A rank may end meanwhile that was told elsewhere, as in a save."""
+        read = int(self._said("readers") or 0)
+        return read >= self._readers or read >= self._living()
 
     def _tell(self, mine: CollectiveEvent) -> None:
         """Warn that all ranks came to an unexpected collective. That is legal; with DETAIL the user may look for it."""
