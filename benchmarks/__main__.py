@@ -28,6 +28,7 @@ TABLES = {  # by the letter of docs/performance.md
     "reduce": "bench_reduce",
     "train": "bench_train",
     "gpt2": "bench_gpt2",
+    "deepspeed": "bench_deepspeed",
     "traced": "bench_traced",
     "scaling": "bench_scaling",
     "whole": "bench_whole",

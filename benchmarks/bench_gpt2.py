@@ -25,7 +25,7 @@ def measure(quick: bool) -> Table:
         table.note = "Left out: transformers is not installed (pip install flatparam[bench])."
         return table
     with launched("benchmarks.gpt2_model", NAMES, SIZES) as pairs:
-        losses, seconds, host = train_in_turn(pairs, 5 if quick else 31)
+        losses, seconds, host, _ = train_in_turn(pairs, 5 if quick else 31)
     table.rows += [
         Row.of("host time of a step", "of bare", "ms", BARE, host, 1e3, [Target(RUNTIME, MOST_OF_BARE)]),
         Row.of("host time of a step", "of FSDP1", "ms", FSDP1, host, 1e3, [Target(OURS, MOST_OF_FSDP1)]),

@@ -79,25 +79,30 @@ def launched(module: str, names: Sequence[str], config: Config) -> Iterator[dict
 
 class Trained(NamedTuple):
     """Of each contestant: the losses of both ranks in each block; of each but the first block, which warms up, the
-    ``seconds`` of a step, and of its thread on a processor (``host``), in the slower rank.
+    ``seconds`` of a step, and on processors those of its thread (``host``), in the slower rank, and of all threads of
+    all ranks (``work``).
     """
 
     losses: dict[str, list[list[float]]]
     seconds: dict[str, list[float]]
     host: dict[str, list[float]]
+    work: dict[str, list[float]]
 
 
 def train_in_turn(pairs: dict[str, Pair], turns: int) -> Trained:
     """``BLOCK`` steps of each in every turn."""
     names = tuple(pairs)
-    found = Trained({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names})
+    seconds, host, work = ({name: list[float]() for name in names} for _ in range(3))
+    found = Trained({name: [] for name in names}, seconds, host, work)
     for turn in range(turns):
         for name in turned(names, turn):
             answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
-            found.losses[name].append([loss for losses, _, _ in answers for loss in losses])
+            found.losses[name].append([loss for losses, *_ in answers for loss in losses])
             if turn > 0:
-                found.seconds[name].append(max(taken for _, taken, _ in answers) / BLOCK)
-                found.host[name].append(max(worked for _, _, worked in answers) / BLOCK)
+                _, taken, worked, all_worked = zip(*answers, strict=True)
+                found.seconds[name].append(max(taken) / BLOCK)
+                found.host[name].append(max(worked) / BLOCK)
+                found.work[name].append(sum(all_worked) / BLOCK)
     return found
 
 

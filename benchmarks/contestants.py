@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import importlib
+import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -106,6 +110,24 @@ def in_one_graph(model: nn.Module, how: Wrapping) -> nn.Module:
     return compiled(sharded)
 
 
+def with_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, batch: int) -> Any:
+    """DeepSpeed's engine with its defaults: ``backward(loss)`` and ``step()``, which also clears gradients."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(torch.distributed.get_rank())}
+    deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that torch replaces
+    built = deepspeed.ops.__compatible_ops__
+    built.update(dict.fromkeys(built, False))  # it would compile a collective of its own, and print that
+    settings = {
+        "train_micro_batch_size_per_gpu": batch,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,  # of torch
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+
+
 Wrap = Callable[[nn.Module, Wrapping], nn.Module]
 
 BARE, DDP = "bare", "DDP"
@@ -115,6 +137,8 @@ SMALL = "runtime, small units as one"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
 CALLS = "bare + collectives"  # of benchmarks.gpu
 FREE = "free handle"  # only of benchmarks.models
+ZERO_STAGE_1, ZERO_STAGE_3 = "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-3"  # of benchmarks.bench_deepspeed
+STAGES = {ZERO_STAGE_1: 1, ZERO_STAGE_3: 3}
 # of benchmarks.bench_traced
 IN_UNITS, AROUND, TRACED = "runtime, units compiled", "runtime, compiled", "traced, compiled"
 

@@ -19,14 +19,17 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory
-from benchmarks.contestants import CONTESTANTS, Wrapping
+from benchmarks.contestants import CONTESTANTS, STAGES, Wrapping, with_deepspeed
 from examples.demo.config import Config
 
 PR_SET_PDEATHSIG = 1
 
 
 class Rank:
-    """A model and AdamW, wrapped as ``name`` says. ``module`` has a ``build(config, rank)`` that makes the model."""
+    """A model and AdamW, wrapped as ``name`` says. ``module`` has a ``build(config, rank)`` that makes the model.
+
+    DeepSpeed's engine is a model and its optimizer in one.
+    """
 
     def __init__(self, module: str, name: str, config: Config, rank: int, folder: Path) -> None:
         torch.set_num_threads(config.threads)
@@ -35,14 +38,19 @@ class Rank:
         memory.reset_peak()
         self._base = memory.resident()
         model, block, self._loss = importlib.import_module(module).build(config, rank)
-        self._model = CONTESTANTS[name](model, Wrapping((block,)))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.learning_rate)
+        self._model: Any = model if name in STAGES else CONTESTANTS[name](model, Wrapping((block,)))
+        optimizer: Any = torch.optim.AdamW(self._model.parameters(), lr=config.learning_rate, fused=True)
+        self._backward: Any = torch.autograd.backward
+        if name in STAGES:
+            self._model = optimizer = with_deepspeed(model, optimizer, STAGES[name], config.batch)
+            self._backward = self._model.backward
+        self._optimizer = optimizer
 
-    def train(self, first: int, count: int) -> tuple[list[float], float, float]:
-        """The losses of some steps, their seconds in all, and those of this thread on a processor."""
-        start, worked = time.perf_counter(), time.thread_time()
+    def train(self, first: int, count: int) -> tuple[list[float], float, float, float]:
+        """The losses of some steps; their seconds in all, and those of this thread and process on processors."""
+        start, worked, all_worked = time.perf_counter(), time.thread_time(), time.process_time()
         losses = [self._step(step) for step in range(first, first + count)]
-        return losses, time.perf_counter() - start, time.thread_time() - worked
+        return losses, time.perf_counter() - start, time.thread_time() - worked, time.process_time() - all_worked
 
     def peak(self) -> float:
         """MiB of peak resident memory over what was resident before the model was made."""
@@ -51,7 +59,7 @@ class Rank:
     def in_collectives(self, first: int, count: int) -> float:
         """The share of some steps' time in which a collective was under way."""
         with _silent_stderr(), profile(activities=[ProfilerActivity.CPU]) as taken:
-            _, seconds, _ = self.train(first, count)
+            _, seconds, *_ = self.train(first, count)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in taken.events()
@@ -66,7 +74,7 @@ class Rank:
     def _step(self, step: int) -> float:
         self._optimizer.zero_grad()
         loss = self._loss(self._model, step)
-        torch.autograd.backward(loss)
+        self._backward(loss)
         self._optimizer.step()
         return float(loss.detach())
 

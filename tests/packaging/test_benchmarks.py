@@ -1,5 +1,6 @@
 """The benchmarks judge as they say (ratios, exponents, targets, instruction counts), and measure the named package."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -11,7 +12,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import _flat_param
 
 import flatparam
-from benchmarks import bench_instructions, bench_scaling, bench_step_instructions, contestants, document, rows
+from benchmarks import (
+    bench_deepspeed,
+    bench_gpt2,
+    bench_instructions,
+    bench_scaling,
+    bench_step_instructions,
+    contestants,
+    document,
+    rows,
+)
 from benchmarks.measuring import in_turn
 from benchmarks.models import Stack, Unit
 from benchmarks.worlds import fake_world
@@ -168,6 +178,15 @@ def test_tables_replace_those_in_the_document(tmp_path):
 def test_pages_of_figures_have_no_targets(page):
     text = (document.TARGETS.parent / f"{page}.md").read_text()
     assert not re.search(r"MISSED|: met|\| target", text)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "transformers"])
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch, name):
+    module = {"deepspeed": bench_deepspeed, "transformers": bench_gpt2}[name]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else pytest.fail(asked))
+    table = module.measure(quick=True)
+    assert not table.rows
+    assert f"{name} is not installed" in table.note
 
 
 def test_contestants_are_who_they_are_called():
