@@ -1,10 +1,6 @@
 """j. Checkpoints: saved and loaded by 2 ranks, against torch's; planned for many ranks."""
 
-import multiprocessing
-import os
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
@@ -12,7 +8,7 @@ from benchmarks import checkpoint_worker, main
 from benchmarks.checkpoint_worker import COPY, FSDP1, FSDP2, OURS, WIDTH
 from benchmarks.measuring import turned
 from benchmarks.rows import Row, Table, Target
-from benchmarks.worlds import fake_world
+from benchmarks.worlds import Ranks, fake_world
 from flatparam import FullyShardedDataParallel
 from flatparam.checkpoint.files import Chunk
 from flatparam.checkpoint.model_plan import ModelPlan
@@ -28,7 +24,6 @@ PLANS = ((64, 48, 1.0), (1024, 768, 10.0))
 
 def measure(quick: bool) -> Table:
     """Seconds and memory of a save and a load; seconds of planning."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     layers = 16 if quick else 360
     bytes_ = layers * (WIDTH + 1) * WIDTH * 4 * 3
     table = Table(
@@ -56,19 +51,8 @@ def measure(quick: bool) -> Table:
 
 def _run(name: str, layers: int) -> dict[str, tuple[float, int]]:
     """The slower rank's seconds, the larger one's peak."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder:
-        ends, processes = [], []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, name, rank, RANKS, layers, Path(folder))
-            process = context.Process(target=checkpoint_worker.serve, args=arguments, daemon=True)
-            process.start()
-            ends.append(ours)
-            processes.append(process)
-        answers = [end.recv() for end in ends]
-        for process in processes:
-            process.join()
+    with Ranks(RANKS, checkpoint_worker.serve, name, layers) as ranks:
+        answers = ranks.answers()
     return {
         what: (max(answer[what][0] for answer in answers), max(answer[what][1] for answer in answers))
         for what in ("save", "load")

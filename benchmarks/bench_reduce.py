@@ -1,8 +1,5 @@
 """l. Reductions on gloo: the runtime's, averaged or added in one order, beside gloo's reduce-scatter and all-reduce."""
 
-import multiprocessing
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,6 +13,7 @@ from torch import nn
 from benchmarks import main
 from benchmarks.measuring import in_turn
 from benchmarks.rows import Row, Table, Target
+from benchmarks.worlds import Ranks
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.fsdp.desync.torch_collectives import reduce_scatter
 
@@ -86,14 +84,11 @@ def _contestants(kib: int) -> dict[str, Callable[[], dict[str, float]]]:
     }
 
 
-def _serve(connection: Connection, store: str, rank: int, ranks: int, sizes: tuple[int, ...], quick: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+def serve(connection: Connection, folder: Path, sizes: tuple[int, ...], quick: bool) -> None:
+    """Send the medians of each of ``sizes``."""
     for kib in sizes:
         [(_, medians)] = in_turn(_contestants(kib), 3, 2 if quick else max(2, min(20, 4096 // kib)), 1).items()
         connection.send(medians)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(quick: bool) -> Table:
@@ -103,31 +98,18 @@ def measure(quick: bool) -> Table:
         "reductions of fp32 gradients on gloo, on one machine",
         "wall time of the slowest rank: a backward, and calls on a new copy of the gradient, as a backward packs it",
     )
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("spawn")
-    for ranks in RANKS[1:2] if quick else RANKS:
-        with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder:
-            pipes = [context.Pipe() for _ in range(ranks)]
-            sizes = SIZES[::2] if quick else SIZES
-            processes = [
-                context.Process(
-                    target=_serve, args=(theirs, str(Path(folder) / "store"), rank, ranks, sizes, quick), daemon=True
-                )
-                for rank, (_, theirs) in enumerate(pipes)
-            ]
-            for process in processes:
-                process.start()
+    sizes = SIZES[::2] if quick else SIZES
+    for size in RANKS[1:2] if quick else RANKS:
+        with Ranks(size, serve, sizes, quick) as ranks:
             for kib in sizes:
-                of_ranks = [ours.recv() for ours, _ in pipes]
+                of_ranks = ranks.answers()
                 slowest = {
                     name: [max(values) for values in zip(*(found[name] for found in of_ranks), strict=True)]
                     for name in of_ranks[0]
                 }
-                targets = [Target(RUNTIME, BOUND, text=f"<= {BOUND}")] if ranks == 2 and kib >= 1024 else []
-                size = f"{ranks} ranks, {kib} KiB"
-                table.rows.append(Row.of("reduction", size, "ms", REDUCE_SCATTER, slowest, 1e3, targets, ranks=ranks))
-            for process in processes:
-                process.join()
+                targets = [Target(RUNTIME, BOUND, text=f"<= {BOUND}")] if size == 2 and kib >= 1024 else []
+                shown = f"{size} ranks, {kib} KiB"
+                table.rows.append(Row.of("reduction", shown, "ms", REDUCE_SCATTER, slowest, 1e3, targets, ranks=size))
     return table
 
 

@@ -1,19 +1,14 @@
 """d. Real training: the demo's language model in 2 gloo processes, every contestant in turn, four steps at a time."""
 
-import multiprocessing
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks import main, training
 from benchmarks.contestants import DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
 from benchmarks.measuring import turned
 from benchmarks.rows import Row, Table, Target
+from benchmarks.worlds import Ranks
 from examples.demo.config import Config
 
 NAMES = (OURS, OURS_FLAT, RUNTIME, REPLICATED, ZERO_1, FSDP1, FSDP1_FLAT, FSDP2, DDP)
@@ -23,58 +18,15 @@ FASTER, CLOSE = 1.1, 0.95  # the runtime over the best FSDP, its unsharded strat
 LAUNCHES = 3  # of which the peak is the median
 
 
-class Pair:
-    """The processes of one contestant; ``module`` makes what they train."""
-
-    def __init__(self, module: str, name: str, config: Config, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.training"])
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(config.ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, module, name, config, rank, folder)
-            process = context.Process(target=training.serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-        self._answers()
-
-    def __enter__(self) -> "Pair":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def ask(self, *command: Any) -> list[Any]:
-        """What each rank answers."""
-        for connection in self._connections:
-            connection.send(command)
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        answers = []
-        for connection in self._connections:
-            if not connection.poll(300):
-                raise RuntimeError("a rank has not answered for five minutes")
-            answer, trace = connection.recv()
-            if trace is not None:
-                raise RuntimeError(trace)
-            answers.append(answer)
-        return answers
-
-
 @contextmanager
-def launched(module: str, names: Sequence[str], config: Config) -> Iterator[dict[str, Pair]]:
-    """The processes of each of ``names``, until the context ends."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder, ExitStack() as stack:
-        yield {name: stack.enter_context(Pair(module, name, config, Path(folder))) for name in names}
+def launched(module: str, names: Sequence[str], config: Config) -> Iterator[dict[str, Ranks]]:
+    """The ranks of each of ``names``, until the context ends; ``module`` makes what they train."""
+    with ExitStack() as stack:
+        started = {}
+        for name in names:
+            started[name] = stack.enter_context(Ranks(config.ranks, training.serve, module, name, config))
+            started[name].answers()
+        yield started
 
 
 class Trained(NamedTuple):
@@ -89,7 +41,7 @@ class Trained(NamedTuple):
     work: dict[str, list[float]]
 
 
-def train_in_turn(pairs: dict[str, Pair], turns: int) -> Trained:
+def train_in_turn(pairs: dict[str, Ranks], turns: int) -> Trained:
     """``BLOCK`` steps of each in every turn."""
     names = tuple(pairs)
     seconds, host, work = ({name: list[float]() for name in names} for _ in range(3))

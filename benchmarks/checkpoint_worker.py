@@ -1,6 +1,5 @@
 """One rank of the checkpoint benchmark: a model of some size on ours, FSDP1 or FSDP2, saved and loaded."""
 
-import datetime
 import os
 import sys
 import time
@@ -95,12 +94,9 @@ def _timed(call: Callable[[], None]) -> tuple[float, int]:
     return time.perf_counter() - start, memory.peak() - before
 
 
-def serve(connection: Connection, name: str, rank: int, ranks: int, layers: int, folder: Path) -> None:
+def serve(connection: Connection, folder: Path, name: str, layers: int) -> None:
     """Save and load once; send ``{what: (seconds, bytes of peak)}``."""
-    torch.set_num_threads(1)
     sys.stdout = sys.stderr
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=600))
     model = _wrap(OURS if name == COPY else name, _model(layers))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -111,5 +107,3 @@ def serve(connection: Connection, name: str, rank: int, ranks: int, layers: int,
         "load": _timed(lambda: _load(name, model, optimizer, folder / "saved")),
     }
     connection.send(found)
-    dist.barrier()
-    dist.destroy_process_group()

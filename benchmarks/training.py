@@ -1,14 +1,10 @@
 """One rank of one contestant's training run: a process that does what it is told, and waits in a read in between."""
 
-import ctypes
 import importlib
 import os
-import signal
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,8 +18,6 @@ from benchmarks import memory
 from benchmarks.contestants import CONTESTANTS, STAGES, Wrapping, with_deepspeed
 from examples.demo.config import Config
 
-PR_SET_PDEATHSIG = 1
-
 
 class Rank:
     """A model and AdamW, wrapped as ``name`` says. ``module`` has a ``build(config, rank)`` that makes the model.
@@ -31,13 +25,10 @@ class Rank:
     DeepSpeed's engine is a model and its optimizer in one.
     """
 
-    def __init__(self, module: str, name: str, config: Config, rank: int, folder: Path) -> None:
-        torch.set_num_threads(config.threads)
-        store = dist.FileStore(str(folder / f"{name}.store"), config.ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.ranks, timeout=timedelta(minutes=5))
+    def __init__(self, module: str, name: str, config: Config) -> None:
         memory.reset_peak()
         self._base = memory.resident()
-        model, block, self._loss = importlib.import_module(module).build(config, rank)
+        model, block, self._loss = importlib.import_module(module).build(config, dist.get_rank())
         self._model: Any = model if name in STAGES else CONTESTANTS[name](model, Wrapping((block,)))
         optimizer: Any = torch.optim.AdamW(self._model.parameters(), lr=config.learning_rate, fused=True)
         self._backward: Any = torch.autograd.backward
@@ -92,13 +83,10 @@ def _silent_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def serve(connection: Connection, *arguments: Any) -> None:
-    """Answer (result, None) to each command until one is None; an exception is answered (None, traceback)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        rank = Rank(*arguments)
-        connection.send((None, None))
-        while (command := connection.recv()) is not None:
-            connection.send((getattr(rank, command[0])(*command[1:]), None))
-    except Exception:
-        connection.send((None, traceback.format_exc()))
+def serve(connection: Connection, folder: Path, *arguments: Any) -> None:
+    """Answer each command, the name of a method of ``Rank`` and its arguments, for ever."""
+    rank = Rank(*arguments)
+    connection.send(None)
+    while True:
+        name, *given = connection.recv()
+        connection.send(getattr(rank, name)(*given))

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import _flat_param
 
@@ -21,6 +23,7 @@ from benchmarks import (
     contestants,
     document,
     rows,
+    worlds,
 )
 from benchmarks.measuring import in_turn
 from benchmarks.models import Stack, Unit
@@ -187,6 +190,28 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch, name):
     table = module.measure(quick=True)
     assert not table.rows
     assert f"{name} is not installed" in table.note
+
+
+def answer_or_end(connection, folder, what):
+    rank = dist.get_rank()
+    if rank == 1 and what == "raises":
+        raise ValueError("of rank 1")
+    if rank == 1 and what == "ends":
+        os._exit(3)
+    connection.send((rank, dist.get_world_size()))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("what", "told"), [("answers", None), ("raises", "rank 1: .*of rank 1"), ("ends", "rank 1 has ended")]
+)
+def test_ranks_answer_or_the_one_that_fails_is_named(what, told):
+    with worlds.Ranks(2, answer_or_end, what) as ranks:
+        if told is None:
+            assert ranks.answers() == [(0, 2), (1, 2)]
+        else:
+            with pytest.raises(RuntimeError, match=f"(?s){told}"):
+                ranks.answers()
 
 
 def test_contestants_are_who_they_are_called():
