@@ -1,13 +1,18 @@
 """o. A step of AdamW over pieces that lie side by side, beside torch's fused step over one flat tensor."""
 
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks import main
 from benchmarks.measuring import in_turn, seconds
 from benchmarks.rows import Row, Table, Target
+from benchmarks.worlds import Ranks
 from flatparam import optim
 
 FLAT, OURS = "torch fused, one tensor", "flatparam.optim"
@@ -18,6 +23,7 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "torch loop": torch.optim.AdamW,
 }
 SIZES = ((480, 10, 1_000), (4_000, 4_000, 256), (4_000, 4_000, 1_000), (4_000, 4_000, 4_000))
+RANKS, PIECES, NUMEL, STEPS = 8, 4_000, 4_000, 10  # of ranks at once
 PROMISED = {1_000: 1.5, 4_000: 1.1}  # by elements of a piece, where all 4,000 are one run
 
 
@@ -37,7 +43,33 @@ def measure(quick: bool) -> Table:
         targets = [Target(OURS, PROMISED[numel])] if numel in PROMISED and together == pieces else []
         size = f"{pieces:,} pieces of {numel:,}, {together:,} side by side"
         table.rows.append(Row.of("AdamW", size, "ms", FLAT, taken, 1e3, targets, pieces=pieces, numel=numel))
+    table.rows.append(_together(quick))
     return table
+
+
+def _together(quick: bool) -> Row:
+    """Processor time of ranks of one thread that step their parts at once, as offloaded shards are stepped."""
+    taken: dict[str, list[float]] = {OURS: [], FLAT: []}
+    for _ in range(1 if quick else 3):
+        for name, size in ((OURS, RANKS), (FLAT, 1)):
+            with Ranks(size, serve, name) as ranks:
+                taken[name].append(sum(ranks.answers()))
+    shown = f"{RANKS} ranks at once, {PIECES // RANKS} pieces of {NUMEL:,} each; beside one process"
+    return Row.of("AdamW, in all", shown, "ms", FLAT, taken, 1e3, [Target(OURS, PROMISED[NUMEL])])
+
+
+def serve(connection: Connection, folder: Path, name: str) -> None:
+    """Send the processor time of a step of this rank's share of all pieces."""
+    pieces = PIECES // dist.get_world_size()
+    step = _stepper(KINDS[OURS], pieces, pieces, NUMEL)
+    if name == FLAT:
+        step = _stepper(KINDS["torch fused"], 1, 1, pieces * NUMEL)
+    step()
+    dist.barrier()
+    start = time.process_time()
+    for _ in range(STEPS):
+        step()
+    connection.send((time.process_time() - start) / STEPS)
 
 
 def _stepper(
