@@ -11,7 +11,7 @@ from examples.demo.config import Config
 
 PAIRS = {ZERO_STAGE_3: RUNTIME, ZERO_STAGE_1: ZERO_1}  # theirs: ours, which shards as much
 MOST = {(ZERO_STAGE_3, 1): 0.75, (ZERO_STAGE_3, 8): 0.85, (ZERO_STAGE_1, 1): 0.9, (ZERO_STAGE_1, 8): 0.9}  # by batch
-CLOSE = 1e-3
+CLOSE = 1e-2  # ZeRO-3 adds in another order
 
 
 def measure(quick: bool) -> Table:
