@@ -308,9 +308,11 @@ def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[s
 def shared_state(params: list[LocalParam], state: Mapping[str, Described]) -> Described | None:
     """Return the state that a stepped tensor with ``params`` gets; None: none. ``state``: by first FQN.
 
+    Empty parameters count only if no other has a state: an optimizer may have skipped them.
     Raises: StateError if it differs between the parameters.
     """
     having = [param for param in params if param.name in state]
+    having = [param for param in having if 0 not in param.shape] or having
     if not having:
         return None
     first = having[0]

@@ -3,6 +3,8 @@
 Promises:
 - whole optimizer states are the unsharded optimizer's, and train on in another model: strategies, kinds of state,
   blocks
+- an empty parameter whose optimizer state stayed behind keeps no state from a flat parameter:
+  `test_the_state_of_an_empty_parameter_says_nothing_of_a_flat_one`
 """
 
 import copy
@@ -18,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, StateDictType
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import ShardingStrategy, checkpoint
 
 
 class Odd(nn.Module):
@@ -283,3 +285,43 @@ def factors(strategy, atomic):
 @pytest.mark.parametrize(("strategy", "atomic"), [("FULL_SHARD", True), ("NO_SHARD", False)])
 def test_factored_moments(strategy, atomic):
     simulate_ranks(factors, 2, strategy, atomic)
+
+
+class WithAnEmptyOne(nn.Module):
+    """``empty`` gets no gradient of its own, and so no step."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty, self.weight = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", ["full state", "checkpoint"])
+def test_the_state_of_an_empty_parameter_says_nothing_of_a_flat_one(tmp_path, way, size):
+    simulate_ranks(loads_into_a_flat_parameter, size, tmp_path / "saved", way)
+
+
+def loads_into_a_flat_parameter(folder, way):
+    wanted = WithAnEmptyOne()
+    wanted_optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.5)
+    model = optimizer = None
+    for step, uo in enumerate((False, True, False)):  # the flat parameter's state is the empty one's, too
+        loaded = FSDP(WithAnEmptyOne(), use_orig_params=uo)
+        loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.5)
+        if model is not None and way == "checkpoint":
+            checkpoint.save(folder, model, optimizer, overwrite=True)
+            checkpoint.load(folder, loaded, loaded_optimizer)
+        elif model is not None:
+            loaded.load_state_dict(model.state_dict())
+            state = FSDP.optim_state_dict(model, optimizer)
+            loaded_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(loaded, loaded_optimizer, state))
+        model, optimizer = loaded, loaded_optimizer
+        for module, its in ((model, optimizer), (wanted, wanted_optimizer)):
+            its.zero_grad()
+            module(torch.arange(5.0) + step).backward()
+            its.step()
+    assert_same(model, wanted)
