@@ -497,12 +497,13 @@ def _keeps_whole(phase):
 def _may_be_dcps(program, phase):
     """Whether torch saves and loads what is right, and tells of no fault.
 
-    It takes buffers from any rank, steps an optimizer that has not stepped, and takes a checkpoint for an older one if
-    a rank has no rows of a tensor and no optimizer has state.
+    It takes buffers from any rank, asks for the state of an empty parameter that was not stepped, steps an optimizer
+    that has not stepped, and takes a checkpoint for an older one if a rank has no rows of a tensor and no optimizer has
+    state.
     """
-    has_buffers = {each["kind"] for each in program["layers"]} & {"convolution", "buffered"}
+    is_wrong = {each["kind"] for each in program["layers"]} & {"convolution", "buffered", "listed"}
     has_state = phase["optimizer"] in ("Adam", "AdamW") and ["step"] in phase["ops"] and not phase["scaler"]
-    return has_state and not has_buffers and not program["faults"]
+    return has_state and not is_wrong and not program["faults"]
 
 
 def _strike(source, program):
