@@ -117,7 +117,7 @@ def with_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, stage: in
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that torch replaces
     built = deepspeed.ops.__compatible_ops__
-    built.update(dict.fromkeys(built, False))  # it would compile a collective of its own, and print that
+    built.update(dict.fromkeys(built, False))  # else DeepSpeed compiles a collective of its own, and prints that
     settings = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": {"stage": stage},

@@ -1,4 +1,4 @@
-"""Random programs of ``flatparam.elastic``: ranks are lost and join, and what is left trains as the unsharded module.
+"""Random programs of ``flatparam.elastic``: ranks are lost and join, and the others train as the unsharded module.
 
 A program is one of ``programs.py`` with one phase and these decisions more, under ``elastic``:
 

@@ -16,6 +16,7 @@ import pytest
 from flatparam.elastic import training as product
 from flatparam.fsdp.desync import liveness
 from tests.simulation import process, random_elastic, reference, training
+from tests.simulation.test_simulated_programs import LAYER, ask, play_all
 
 SEEDS = 25
 FOUND = {
@@ -26,7 +27,6 @@ FOUND = {
     7014: "a rank that is late by 8 s while another is killed is replaced, and the checker took that for wrong",
     6400: "a stopped rank went on alone, and the checker asked only a new one from which state each epoch began",
 }
-LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
 KILLED = {
     "seed": 1,
     "width": 2,
@@ -38,10 +38,6 @@ KILLED = {
     "elastic": {"redundancy": "parity", "every": 1, "joins": [[1, 0.0]], "harms": []},
     "faults": [{"kind": "is killed", "rank": 1, "point": 90, "seconds": 0.0}],
 }
-
-
-def ask(function, *args):
-    return process.ask(training.__name__, function, *args)
 
 
 def play_with_another_average(program):
@@ -65,12 +61,7 @@ def play_without_copies(program):
 
 
 def test_random_elastic_programs():
-    first = struck = 0
-    while first < SEEDS:
-        *_, (last, _, _, error) = ask(training.play_seeds, first, SEEDS, True)
-        assert error is None, (last, error)
-        first, struck = last + 1, struck + 1
-    assert struck > SEEDS / 2, "the faults seldom strike"
+    assert play_all(SEEDS, True) > SEEDS / 2, "the faults seldom strike"
 
 
 @pytest.mark.parametrize("seed", FOUND)

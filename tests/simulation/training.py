@@ -146,7 +146,7 @@ def _check_saved(program, folder, wanted):
 
 
 def _of_average(folder):
-    """The folder of averaged weights beside that of the model."""
+    """Return the folder for the averaged weights of the model that is saved in ``folder``: it lies beside."""
     return folder.with_name(f"{folder.name} averaged")
 
 
