@@ -94,6 +94,11 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def device_of(wrapper: Wrapper) -> torch.device | None:
+    """Return the device on which a wrapper's unit computes; None: it has no parameters."""
+    return next((flat_param.device for flat_param in wrapper._unit.flat_params), None)
+
+
 def leave(model: nn.Module) -> None:
     """Bind the units of ``model`` to no ranks, and drop their values. Not a collective call; also after a failure."""
     for wrapper in (inner for inner in model.modules() if isinstance(inner, Wrapper)):
@@ -138,9 +143,18 @@ class _Moving:
         ):
             raise CheckpointError(f"expected ascending ranks from 0 to {everyone.size() - 1}, got {self.ranks}")
         self.check_units()
+        units = []
+        for wrapper in self.wrappers:
+            device = device_of(wrapper)
+            if device is not None and device.type not in {one.type for one in everyone._device_types}:
+                raise StateError(
+                    f"{_WHAT}: {wrapper._unit.name} is on {device}, and the world has no collectives for it: give "
+                    f"init_process_group() a backend for it, such as cpu:gloo,cuda:nccl, not "
+                    f"{dist.get_backend_config(everyone)}"
+                )
+            units.append(f"{wrapper._strategy.name} on {None if device is None else device.type}")
         labels = None if self.optimizer is None else list(labelled(self.optimizer))
-        strategies = [wrapper._strategy.name for wrapper in self.wrappers]
-        said = [self.ranks, labels, strategies]
+        said = [self.ranks, labels, units]
         aways = {wrapper._unit.is_away for wrapper in self.wrappers}
         if aways == {True}:
             return [said, None]
@@ -178,10 +192,6 @@ class _Moving:
             if not wrapper._unit.is_away and not is_placed(wrapper._strategy, wrapper._placement):
                 raise StateError(f"{_WHAT}: {name} has a placement of its own: {_WAY_OUT}")
             for flat_param in wrapper._unit.flat_params:
-                if flat_param.device.type != "cpu":
-                    raise StateError(
-                        f"{_WHAT}: {name} is on {flat_param.device}, and only the CPU is supported: {_WAY_OUT}"
-                    )
                 if flat_param.is_deferred:
                     raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
         refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
@@ -197,13 +207,13 @@ class _Moving:
         holders = [rank for rank, (_, held) in enumerate(said) if held is not None]
         inner = said[holders[0]][1][0] if holders else []
         for rank, (mine, held) in enumerate(said):
-            (ranks, labels, strategies), first = mine, said[0][0]
+            (ranks, labels, units), first = mine, said[0][0]
             if ranks != first[0]:
                 raise CheckpointError(f"rank {rank} resizes to the ranks {ranks}, rank 0 to {first[0]}")
             if labels != first[1]:
                 raise CheckpointError(f"rank {rank} gives the optimizers {labels}, rank 0 {first[1]}")
-            if strategies != first[2]:
-                raise CheckpointError(f"rank {rank} has units of the strategies {strategies}, rank 0 of {first[2]}")
+            if units != first[2]:
+                raise CheckpointError(f"rank {rank} has units of the strategies {units}, rank 0 of {first[2]}")
             if held is not None and (
                 held[0] != inner or not set(held[1]) <= set(holders) or set(held[2]) != {len(holders)}
             ):
@@ -220,6 +230,10 @@ class _Moving:
 
     def carry_out(self, rendezvous: Rendezvous, here: dict[int, Held], groups: list[dict[str, Any]]) -> Resized:
         """Bind units to their ``groups``, move, commit. ``here``: number of an old rank -> its boxes, on this rank."""
+        placements = [
+            place(wrapper._strategy, mine).with_host(device_of(wrapper)) if mine else Placement()
+            for wrapper, mine in zip(self.wrappers, groups, strict=True)
+        ]
         told: dict[int, Any] = {}
         at: dict[int, int] = {}
         tables = {number: held.table for number, held in here.items()}
@@ -228,7 +242,7 @@ class _Moving:
             at |= dict.fromkeys(theirs, rank)
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
         try:
-            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], groups), lambda said: None)
+            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], placements), lambda said: None)
             rendezvous.agree(self.compare_units, lambda said: None)
             problems: list[Exception] = []
             sent = move(self.source, self.reads, parts, problems)
@@ -240,7 +254,7 @@ class _Moving:
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
-    def bind(self, told: list[Any], groups: list[dict[str, Any]]) -> None:
+    def bind(self, told: list[Any], placements: list[Placement]) -> None:
         """Bind the units to the new ranks, and plan what this rank reads. Raises: the caller then calls ``undo``."""
         self.source = Pieces(told, dist.get_rank())
         holds = dist.get_rank() in self.ranks
@@ -249,8 +263,7 @@ class _Moving:
         for one in labelled(self.optimizer).values() if self.optimizer is not None else ():
             self._undo.append(functools.partial(_restore_state, one, dict(one.state)))
             one.state.clear()
-        for wrapper, mine in zip(self.wrappers, groups, strict=True):
-            placement = place(wrapper._strategy, mine) if holds else Placement()
+        for wrapper, placement in zip(self.wrappers, placements, strict=True):
             self._undo.append(functools.partial(setattr, wrapper, "_placement", wrapper._placement))
             self._undo.append(wrapper._unit.bind(placement, holds))
             wrapper._placement = placement

@@ -106,12 +106,14 @@ def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
 def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]], problems: list[Exception]) -> int:
     """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds.
 
+    Bytes go through memory that the world has collectives for: the host's if it has any, else the device's.
     A collective call of all ranks of the world. An error of this rank alone goes into ``problems``, and the rank takes
     part in the collectives that remain: the others would wait for it, and the next call would meet theirs.
     Returns: the number of bytes that this rank has sent. Raises: OrderError if another rank cannot come to it.
     """
     world: Any = dist.group.WORLD
     me, size = dist.get_rank(), dist.get_world_size()
+    via = torch.device(dist.distributed_c10d._get_object_coll_device(world))
     wanted: list[list[Read]] = [[] for _ in range(size)]
     with _keeping(problems):
         for read in reads:
@@ -127,15 +129,15 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
     gives = [[_requested(parts, one) for one in asked[me]] for asked in everyone]
     given = [list(_rounds([(one.nbytes, one) for one in theirs])) for theirs in gives]
     taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
-    counts = torch.tensor([max(len(one) for one in (*given, *taken))])
+    counts = torch.tensor([max(len(one) for one in (*given, *taken))], device=via)
     exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world, op=dist.ReduceOp.MAX)
     sent = 0
     for i in range(int(counts)):
         giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
         sizes, out_sizes = ([sum(count for count, _ in run) for run in side] for side in (taking, giving))
-        got, out = (torch.empty(sum(one), dtype=torch.uint8) for one in (sizes, out_sizes))
+        got, out = (torch.empty(sum(one), dtype=torch.uint8, device=via) for one in (sizes, out_sizes))
         with _keeping(problems):
-            torch.cat([out[:0], *(_bytes(one) for run in giving for _, one in run)], out=out)
+            torch.cat([out[:0], *(_bytes(one).to(via) for run in giving for _, one in run)], out=out)
         splits = {"output_split_sizes": sizes, "input_split_sizes": out_sizes}
         exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, out, group=world, **splits)
         sent += len(out)

@@ -7,6 +7,9 @@ import contextlib
 import functools
 import gc
 import itertools
+import shutil
+import tempfile
+from pathlib import Path
 
 import accelerator
 import torch
@@ -15,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy as Strategy1
 
-from flatparam import _C, CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam import _C, CPUOffload, MixedPrecision, ShardingStrategy, checkpoint, elastic
 from flatparam import FullyShardedDataParallel as FSDP
 
 CPU = torch.device("cpu")
@@ -24,6 +27,7 @@ NARROW = 64  # where many steps tell nothing of large ones
 # weights are whole segments of torch's allocator, in bf16 too
 SEGMENTS = 256 if not accelerator.ON_CUDA else 3072 if accelerator.STAND_IN else 4096
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+GRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.LAYER_ZERO)
 PLAIN = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
@@ -157,6 +161,103 @@ def layered(library):
             assert torch.equal(found, on_device), (strategy, precision)
             close = {"rtol": 1e-4, "atol": 1e-6} if precision is None else {"rtol": 2e-2, "atol": 1e-3}
             torch.testing.assert_close(found, wanted, **close)
+
+
+def resized(library):
+    """A model that ``elastic.resize`` moves trains as one that is saved, and loaded on these ranks; and as on the CPU.
+
+    Through host memory where the world has collectives for it, else through the device's.
+    """
+    here = accelerator.use(library)
+    size = dist.get_world_size()
+    ways = [{"sharding_strategy": strategy} for strategy in (*PLAIN, ShardingStrategy.ZERO_1)]
+    ways += [{"mixed_precision": LOW}, {"cpu_offload": CPUOffload(True)}, {"use_orig_params": False, "segments": True}]
+    if size % 2 == 0:
+        ways += [{"sharding_strategy": strategy} for strategy in GRIDS]
+    for on_host in (True, False):
+        accelerator.new_world(here, on_host)
+        folder = [tempfile.mkdtemp(prefix="flatparam-resized-") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)
+        for number, way in enumerate(ways if on_host else ways[:1]):
+            found = moved(here.device, Path(folder[0], str(number)), **way)
+            if on_host and "mixed_precision" not in way:
+                wanted = moved(CPU, None, **{key: value for key, value in way.items() if key != "cpu_offload"})
+                close = {"rtol": 1e-4, "atol": 1e-6} if accelerator.ON_CUDA else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), **close, msg=str(way))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+
+
+def moved(device, folder, **ways):
+    """The losses of this rank in steps over all ranks, then over two, and over all again.
+
+    ``folder``: of checkpoints, with which the same is trained beside it, to compare bit for bit; None: it is not.
+    """
+    rank, everyone = dist.get_rank(), dist.get_world_size()
+    first = {ranks: dist.new_group(range(ranks)) for ranks in (2, everyone)}
+    over = grids(ways["sharding_strategy"]) if ways.get("sharding_strategy") in GRIDS else first
+    model, optimizer = adam_of(device, over[everyone], **ways)
+    losses, held = steps_of(model, optimizer, device, 0), everyone
+    for at, ranks in enumerate((2, everyone), 1):
+        if folder is not None and rank < held:
+            checkpoint.save(folder / str(at), model, optimizer, process_group=first[held])
+        elastic.resize(model, optimizer, range(ranks))
+        dist.barrier()
+        held = ranks
+        if folder is not None and (rank < ranks or over is not first):  # all ranks compare their grids equally often
+            other, its = adam_of(device, over[ranks], **ways)
+        if rank >= ranks:
+            continue
+        found = steps_of(model, optimizer, device, at)
+        losses += found
+        if folder is not None:
+            checkpoint.load(folder / str(at), other, its, process_group=first[ranks])
+            assert steps_of(other, its, device, at) == found, (ways, ranks)
+            check_same_state(model, optimizer, other, its, (ways, ranks))
+    return losses
+
+
+def grids(strategy):
+    """This rank's groups over pairs, and over a grid of all ranks, whose inner groups are pairs."""
+    rank, everyone = dist.get_rank(), dist.get_world_size()
+    cuts = [[(i, i + 1) for i in range(0, everyone, 2)], [range(i, everyone, 2) for i in (0, 1)]]
+    cuts.append([(i,) for i in range(everyone)])
+    made = [[(ranks, dist.new_group(ranks)) for ranks in cut] for cut in cuts]
+    pair, column, alone = (next(group for ranks, group in cut if rank in ranks) for cut in made)
+    if strategy is ShardingStrategy.LAYER_ZERO:
+        return {2: (pair, pair), everyone: (pair, dist.group.WORLD)}
+    return {2: (pair, alone), everyone: (pair, column)}
+
+
+def adam_of(device, group, **ways):
+    model = wrapped(group, device, model=made(width=NARROW, blocks=3), **ways)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def steps_of(model, optimizer, device, first, steps=3):
+    """The losses, as numbers. Sums of two and of four ranks are the same in each order, those of three are not."""
+    found = []
+    for step in range(first * steps, (first + 1) * steps):
+        loss = model(batch(step, NARROW).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).tolist()
+
+
+def check_same_state(model, optimizer, other, its, what):
+    for left, right in zip(FSDP.fsdp_modules(model), FSDP.fsdp_modules(other), strict=True):
+        assert not left._unit.flat_params or (left._placement.host is None) == (right._placement.host is None), what
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert (left.device, left.is_pinned()) == (right.device, right.is_pinned()), what
+        assert torch.equal(left.detach().cpu(), right.detach().cpu()), what
+        mine, theirs = optimizer.state.get(left, {}), its.state.get(right, {})
+        assert mine.keys() == theirs.keys(), what
+        for key, value in mine.items():
+            assert value.device == theirs[key].device, (what, key)
+            assert torch.equal(value.cpu(), theirs[key].cpu()), (what, key)
 
 
 def beside_each_other(library):
@@ -471,6 +572,7 @@ BODIES = (
     steady,
     like_others,
     layered,
+    resized,
     beside_each_other,
     beside_a_capture,
     packed,
@@ -480,14 +582,17 @@ BODIES = (
     broken_off,
     one_communicator,
 )
-EVERY = [(body, ranks) for body in BODIES if body is not layered for ranks in (1, 2)]
+EVERY = [(body, ranks) for body in BODIES if body not in (layered, resized) for ranks in (1, 2)]
 EVERY += [(like_others, 3), (layered, 4)]  # which divide by no power of two; inner groups that are not all
+EVERY += [(resized, ranks) for ranks in (3, 4)]
 
 
 def runs(body, ranks):
     """Inner groups are of two. What the host does between ranks that share a GPU cannot be captured."""
     if body is layered:
         return ranks > 2 and ranks % 2 == 0
+    if body is resized:
+        return ranks > 2
     return body not in (beside_a_capture, replayed, broken_off) or not accelerator.shared(ranks)
 
 

@@ -38,6 +38,9 @@ def through_the_host(library, collectives):
         dist.all_gather_into_tensor(each, values, group=group, async_op=True)
     group._end_coalescing(here.device).wait()
     assert [each.tolist() for each in several] == [[0, 1, 2, 3, 10, 11, 12, 13]] * 2
+    got = torch.zeros(4 if dist.get_rank() else 2, device=here.device)
+    dist.all_to_all_single(got, values[:3].clone(), [len(got) // 2] * 2, [1, 2], group=group)
+    assert got.tolist() == ([1, 2, 11, 12] if dist.get_rank() else [0, 10])
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 
+import gloo
 import simulated
 import staged
 import torch
@@ -28,6 +29,12 @@ def use(library):
 def build():
     """The simulated device; on CUDA, where ranks may share a GPU, their collectives."""
     return str(staged.build() if ON_CUDA else simulated.build())
+
+
+def new_world(here, on_host):
+    """The world of this process anew, with collectives of the device. ``on_host``: of host memory, too."""
+    store = dist.PrefixStore(f"with {here.device.type}", dist.distributed_c10d._get_default_store())
+    gloo.meet_again(store, here.backend(dist.get_world_size(), on_host))
 
 
 def shared(ranks):
@@ -49,8 +56,11 @@ class _Cuda:
 
     def new_group(self, ranks=None, on_host=False):
         size = dist.get_world_size() if ranks is None else len(ranks)
+        return dist.new_group(ranks, backend=self.backend(size, on_host))
+
+    def backend(self, size, on_host):
         backend = "cuda:staged" if shared(size) else "cuda:nccl"
-        return dist.new_group(ranks, backend=f"cpu:gloo,{backend}" if on_host else backend)
+        return f"cpu:gloo,{backend}" if on_host else backend
 
     @contextlib.contextmanager
     def no_host_waits(self):
@@ -157,6 +167,9 @@ class _Simulated:
 
     def new_group(self, ranks=None, on_host=False):
         return simulated.new_group(ranks, on_host)
+
+    def backend(self, size, on_host):
+        return simulated.backend(on_host)
 
     @contextlib.contextmanager
     def no_host_waits(self):

@@ -275,7 +275,7 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
         writing.close()
 
 
-def meet_again(store):
+def meet_again(store, backend="gloo"):
     """The world anew, with another store. A rank that is killed while it writes to a FileStore leaves half a record.
 
     The others would read at its end for ever: torch's File::read takes no end of a file for an error.
@@ -284,7 +284,7 @@ def meet_again(store):
     dist.barrier()  # who still connects to the others fails where one of them goes
     dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def meet_in_a_server():

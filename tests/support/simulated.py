@@ -88,7 +88,11 @@ def load(library):
 
 def new_group(ranks=None, on_host=False):
     """A process group whose collectives take the device's tensors alone, as NCCL's do. ``on_host``: the host's too."""
-    return dist.new_group(ranks, backend="cpu:gloo,sim:simulated" if on_host else "sim:simulated")
+    return dist.new_group(ranks, backend=backend(on_host))
+
+
+def backend(on_host):
+    return "cpu:gloo,sim:simulated" if on_host else "sim:simulated"
 
 
 def collectives(module):

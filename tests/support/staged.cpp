@@ -170,6 +170,15 @@ struct Staged final : c10d::Backend {
             return host->_reduce_scatter_base(made[0], from[0], of_host);
         });
     }
+    c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &received,
+                                                 std::vector<int64_t> &sent,
+                                                 const c10d::AllToAllOptions &options) override
+    {
+        return done({input}, {output}, [&](Tensors &from, Tensors &made) {
+            made.push_back(room_for(output));
+            return host->alltoall_base(made[0], from[0], received, sent, options);
+        });
+    }
     c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions &options) override
     {
         return host->barrier(options);

@@ -140,7 +140,8 @@ class FlatParam:
         ``holds``: False: this rank holds nothing from now on, and the shard has no memory.
         """
         layout, data, before = self.layout.over(placement.shards), self.flat.data, dict(vars(self))
-        shard = data.new_zeros(layout.shard_numel) if holds else data.new_empty(layout.shard_numel)
+        pinned = holds and data.is_cpu and self.computes_on is not None
+        shard = (data.new_zeros if holds else data.new_empty)(layout.shard_numel, pin_memory=pinned)
         if not holds:
             shard.untyped_storage().resize_(0)
         vars(self).pop("gaps", None)
