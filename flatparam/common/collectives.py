@@ -37,6 +37,11 @@ def name_of(backend: Any) -> str:
     return str(backend.name()) if hasattr(backend, "name") else ""
 
 
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of ``group``, each once: it has one for each device type, or one for several."""
+    return list(dict.fromkeys(unwrapped(group._get_backend(device)) for device in group._device_types))
+
+
 def name_in_cpp(group: dist.ProcessGroup) -> str | None:
     """Return the name under which C++ finds ``group``; None: it does not."""
     name = group.group_name

@@ -38,6 +38,7 @@ class Generation:
 
     ``ranks``: the group, numbers of ranks in ``epoch``. ``is_whole``: the parity is complete here. ``before``: the
     generation before; ``old``: one that is not used any more. What they do not need of their memory is taken.
+    ``pinned``: ``data`` is pinned memory, as it is copied from a device.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Generation:
         longest: int,
         before: Generation | None,
         old: Generation | None,
+        pinned: bool = False,
     ):
         self.epoch, self.number, self.ranks = epoch, number, ranks
         self.key: Key = (epoch.number, step)
         self.stripe = stripe_of(longest, len(ranks))
         length = self.stripe * max(1, len(ranks) - 1)
-        self.data: Tensor = _of_length(length, None if old is None else old.data)
+        self.data: Tensor = _of_length(length, None if old is None else old.data, pinned)
         # of two ranks, what is received stays as the parity
         giver = before if before is not None and before.is_whole and len(before.ranks) > 2 else old
         self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if giver is None else giver._got)
@@ -109,9 +111,11 @@ class Generation:
         return self.data[at : at + self.stripe]
 
 
-def _of_length(length: int, old: Tensor | None) -> Tensor:
+def _of_length(length: int, old: Tensor | None, pinned: bool = False) -> Tensor:
     """Return ``length`` bytes: ``old`` if it fits, as fresh memory is slower to write."""
-    return old if old is not None and old.numel() == length else torch.empty(length, dtype=torch.uint8)
+    if old is not None and old.numel() == length:
+        return old
+    return torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
 
 
 def add(out: Tensor, stripes: Sequence[Tensor]) -> Tensor:

@@ -99,6 +99,12 @@ def device_of(wrapper: Wrapper) -> torch.device | None:
     return next((flat_param.device for flat_param in wrapper._unit.flat_params), None)
 
 
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Return the devices other than the CPU on which units of ``model`` compute, in order of their names."""
+    found = {device_of(inner) for inner in model.modules() if isinstance(inner, Wrapper)}
+    return sorted((one for one in found if one is not None and one.type != "cpu"), key=str)
+
+
 def leave(model: nn.Module) -> None:
     """Bind the units of ``model`` to no ranks, and drop their values. Not a collective call; also after a failure."""
     for wrapper in (inner for inner in model.modules() if isinstance(inner, Wrapper)):

@@ -53,12 +53,14 @@ class Plan:
 
     @torch.no_grad()
     def write(self, out: Tensor) -> None:
-        """Write the run into ``out``, bytes on the CPU, and zeros behind it."""
+        """Write the run into ``out``, bytes on the CPU, and zeros behind it. After the current streams' work."""
         head = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         out[_PREFIX : self._begin].zero_()
         out[_PREFIX : _PREFIX + len(head)] = head
         for at, tensor in self._boxes:
-            _box(out, self._begin + at, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+            _box(out, self._begin + at, tensor.dtype, tuple(tensor.shape)).copy_(tensor, non_blocking=True)
+        for device in {tensor.device for _, tensor in self._boxes if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
         out[self.length :].zero_()
         prefix = out[:_PREFIX].view(torch.int64)
         prefix[1], prefix[2] = _PREFIX + len(head), self.length

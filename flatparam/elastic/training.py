@@ -28,19 +28,21 @@ from .. import _C
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.optimizers import labelled
 from ..checkpoint.progress import newest_of
+from ..common.collectives import backends_of
 from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
-from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run
+from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run, settle
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
+from ..fsdp.unit.unit import units_of
 from .epochs import Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
 from .process import MEMBER
-from .resizing import check_model, enter, leave
+from .resizing import check_model, devices_of, enter, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
@@ -58,10 +60,18 @@ class Session:
     """
 
     def __init__(
-        self, store: Store, member: str, slots: int, redundancy: str, every: int, time_out: datetime.timedelta
+        self,
+        store: Store,
+        member: str,
+        slots: int,
+        redundancy: str,
+        every: int,
+        time_out: datetime.timedelta,
+        backend: str | None = None,
     ):
         self.epochs = Epochs(store, member, time_out.total_seconds())
         self._store, self._redundancy, self._every, self._time_out = store, redundancy, every, time_out
+        self._backend = backend or _default_backend()
         self.slots = slots
         self.joins: Epoch | None = None  # the epoch in which a new process joins
         self.epoch = Epoch(-1, [])
@@ -85,13 +95,13 @@ class Session:
         hook = sys.excepthook
         # not above the heartbeat: a rank that waited longer for a lost one would be dropped from the next epoch
         connecting = datetime.timedelta(seconds=min(liveness.heartbeat() or _CONNECTING, _CONNECTING))
-        dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=connecting)
+        dist.init_process_group(self._backend, store=store, rank=number, world_size=size, timeout=connecting)
         if self._has_hook:
             sys.excepthook = hook
         self._has_hook = True
         groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
         for ranks in sorted(groups):  # all ranks make all groups
-            made = dist.new_group(list(ranks), timeout=connecting)
+            made = dist.new_group(list(ranks), timeout=connecting, backend="gloo")
             self._group = made if number in ranks else self._group
         for group in all_groups():
             dist.distributed_c10d._set_pg_timeout(self._time_out, group)
@@ -107,12 +117,15 @@ class Session:
             board.leave("a rank was lost, or joins")
         for generation in self.generations:
             generation.drop_work()
-        if self.model is not None:
-            leave(self.model)
         for group in all_groups():
             if dist.get_backend(group) != "fake":
-                group._get_backend(torch.device("cpu")).abort()
+                for backend in backends_of(group):
+                    backend.abort()
                 _C.let_go(group.group_name)
+        if self.model is not None:
+            for device in devices_of(self.model):  # which was waiting for a lost rank until the abort
+                _C.wait_device(str(device))
+            leave(self.model)
         self._group = None
         dist.destroy_process_group()
         gc.collect()
@@ -148,7 +161,10 @@ class Session:
         """
         number, size = dist.get_rank(), dist.get_world_size()
         self.complete()
-        extra = {"step": self.step, "rng": torch.get_rng_state(), "extra": _state_of(self.extra)}
+        _check_communicators()
+        settle(part for unit in units_of(self.model.modules()) for part in unit.flat_params)
+        devices = devices_of(self.model)
+        extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}
         plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
         told = _gathered(plan.length, self.epochs.asks())
         lengths, asks = zip(*told, strict=True)
@@ -160,7 +176,7 @@ class Session:
         ranks = group_of(number, size, self._redundancy)
         longest = max(lengths[one] for one in ranks)
         before = self.generations[-1] if self.generations else None
-        generation = Generation(self.epoch, self.step, number, ranks, longest, before, old)
+        generation = Generation(self.epoch, self.step, number, ranks, longest, before, old, bool(devices))
         plan.write(generation.data)
         self.generations.append(generation)
         generation.send(self._group)
@@ -257,7 +273,7 @@ class Session:
         extra = enter(self.model, self.optimizer, found.here)
         self.generations = [one for one in self.generations if one.key <= found.key][-2:]
         self.step = extra["step"]
-        torch.set_rng_state(extra["rng"])
+        _set_random_states(devices_of(self.model), extra["rng"])
         _set_state(self.extra, extra["extra"])
 
     # The loop
@@ -304,6 +320,34 @@ class Session:
         """Wait until the parities are complete. Before an optimizer step. Raises: OrderError if a rank is lost."""
         for generation in self.generations:
             generation.complete()
+
+
+def _default_backend() -> str:
+    """Return gloo, for control messages and copies in host memory, beside the accelerator's default, if there is one.
+
+    The world exists before the model, so its device is unknown.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "gloo" if found is None else f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}"
+
+
+def _check_communicators() -> None:
+    """Raises: RuntimeError if NCCL has had an error since the last commit: what was computed after it is not valid."""
+    for backend in (one for group in all_groups() for one in backends_of(group)):
+        error = backend.get_error() if hasattr(backend, "get_error") else None
+        if error is not None and error.name != "SUCCESS":
+            raise RuntimeError(f"elastic.steps: a communicator was aborted after an error of NCCL ({error.name})")
+
+
+def _random_states(devices: list[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the random numbers of the CPU and of ``devices``."""
+    return [torch.get_rng_state(), *(torch.get_device_module(one).get_rng_state(one) for one in devices)]
+
+
+def _set_random_states(devices: list[torch.device], states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _gathered(*mine: int) -> list[list[int]]:
@@ -420,6 +464,7 @@ def start(
     redundancy: str = "parity",
     every: int = 1,
     timeout: datetime.timedelta = dist.constants.default_pg_timeout,
+    backend: str | None = None,
 ) -> tuple[nn.Module, Any]:
     """Make the world, and build the model and the optimizer in it; a new process of the job asks to join.
 
@@ -430,6 +475,8 @@ def start(
         redundancy: "parity": groups of up to 4 ranks, each of which may lose one rank; "buddy": groups of 2 or 3.
         every: steps from one snapshot to the next.
         timeout: of the process groups, and for all ranks to start.
+        backend: of the world, as in ``init_process_group``, with gloo for the CPU. None: gloo, beside the default one
+            of the accelerator where this process has one.
 
     Returns: what ``build`` has returned.
     Raises: ValueError, StateError: the model cannot move to other ranks, or a rank has not started.
@@ -439,6 +486,8 @@ def start(
         raise ValueError(f"elastic.start: expected redundancy to be one of {list(MOST)}, got {redundancy!r}")
     if every < 1:
         raise ValueError(f"elastic.start: expected every to be at least 1, got {every}")
+    if backend is not None and "gloo" not in backend:
+        raise ValueError(f"elastic.start: expected backend to have gloo, as 'cpu:gloo,cuda:nccl' has, got {backend!r}")
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"elastic.start: the environment has no {missing[0]}: start the script with torchrun")
@@ -458,9 +507,11 @@ def start(
             "`torchrun --max-restarts 0 ... -m flatparam.elastic script.py`",
             (),
         )
+    # else torch ends a process in which another one's loss is an error of NCCL; each commit looks for such errors
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     store = store_of_job(serves=not by_agent and slot == 0)
     member = os.environ.get(MEMBER, f"{slot}.0")
-    return begin_session(Session(store, member, slots, redundancy, every, timeout), build)
+    return begin_session(Session(store, member, slots, redundancy, every, timeout, backend), build)
 
 
 def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]:
@@ -493,7 +544,7 @@ def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> It
         model, optimizer: of ``start``.
         until: the number of steps of the training.
         extra: with ``state_dict`` and ``load_state_dict``, as schedulers have, or a dict of such objects. It goes back
-            with the model. Random numbers of the CPU do so by themselves.
+            with the model. Random numbers of the CPU and of the model's devices do so by themselves.
     """
     session().begin(model, optimizer, extra)
     return session().steps(until)

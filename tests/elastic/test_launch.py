@@ -43,25 +43,25 @@ def ended(process):
     return said, errors, process.returncode
 
 
-def trains_as_the_unsharded_module(said, until):
+def trains_as_the_unsharded_module(said, until, device="cpu"):
     """Return the number of ranks of each step."""
     sizes = {}
     for step, size in re.findall(r"^step (\d+) (\d+) ", said, re.MULTILINE):
         sizes[int(step)] = int(size)
     assert sorted(sizes) == list(range(until)), said
-    net = elastic_script.Net()
+    net = elastic_script.Net().to(device)
     optimizer = elastic_script.optimizer_of(net)
     for step, size in sorted(sizes.items()):
         before, after = divisors(size)
         sums = [torch.zeros_like(param) for param in net.parameters()]
         for rank in range(size):
-            grads = torch.autograd.grad(net(elastic_script.batch(step, rank)), list(net.parameters()))
+            grads = torch.autograd.grad(net(elastic_script.batch(step, rank).to(device)), list(net.parameters()))
             for total, grad in zip(sums, grads, strict=True):
                 total += grad / before
         for param, total in zip(net.parameters(), sums, strict=True):
             param.grad = total / after
         optimizer.step()
-    expected = torch.cat([param.detach().flatten() for param in net.parameters()]).numpy().tobytes().hex()
+    expected = torch.cat([param.detach().flatten() for param in net.parameters()]).cpu().numpy().tobytes().hex()
     ends = re.findall(r"^end (\w+)", said, re.MULTILINE)
     assert set(ends) == {expected}, said
     assert len(ends) >= sizes[until - 1], said  # processes may join after the last step

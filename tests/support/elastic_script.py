@@ -1,14 +1,18 @@
 """A script of ``flatparam.elastic`` for real processes. It prints what each step had; see tests/elastic/test_launch.py.
 
 Arguments: the number of steps, and faults as ``MEMBER:STEP:KIND``, where KIND is "kill", "raise", "stop" or "exit".
-They strike in torchrun's first start.
+They strike in torchrun's first start. ELASTIC_DEVICE: "cuda", "sim", or
+"sim:staged", whose collectives go through the host.
 """
 
+import functools
 import os
 import signal
 import sys
 import time
 
+import simulated
+import staged
 import torch
 from torch import nn
 
@@ -45,11 +49,30 @@ def batch(step, rank):
     return torch.randint(-4, 5, (7, 8), generator=torch.Generator().manual_seed(100 * step + rank)).float()
 
 
-def built():
+def chosen():
+    """(the device, the backend of the world, what is called at the end): ranks may share a GPU."""
+    kind = os.environ.get("ELASTIC_DEVICE", "cpu")
+    if kind == "cuda":
+        ranks, count = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+        if ranks > count:
+            staged.use(staged.build(), "cuda")
+        device = torch.device("cuda", int(os.environ["RANK"]) % count)
+        torch.cuda.set_device(device)
+        return device, "cpu:gloo,cuda:staged" if ranks > count else None, torch.cuda.synchronize
+    if kind.startswith("sim"):
+        module, backend = simulated.use(simulated.build()), None
+        if kind == "sim:staged":
+            staged.use(staged.build(), "sim")
+            backend = "cpu:gloo,sim:staged"
+        return torch.device("sim", 0), backend, module.synchronize  # which tells of writes to memory that was freed
+    return torch.device("cpu"), None, lambda: None
+
+
+def built(device):
     net = Net()
     for i in range(len(net.parts)):
-        net.parts[i] = FSDP(net.parts[i])
-    model = FSDP(net)
+        net.parts[i] = FSDP(net.parts[i], device_id=device)
+    model = FSDP(net, device_id=device)
     return model, optimizer_of(model)
 
 
@@ -70,12 +93,13 @@ def main(until, *faults):
     strikes = {(member, int(step)): kind for member, step, kind in (fault.split(":") for fault in faults)}
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         strikes = {}
-    model, optimizer = elastic.start(built)
+    device, backend, synchronize = chosen()
+    model, optimizer = elastic.start(functools.partial(built, device), backend=backend)
     for step in elastic.steps(model, optimizer, int(until)):
         with elastic.survive():
             time.sleep(0.1 if elastic.size() == int(os.environ["WORLD_SIZE"]) else 0.4)  # new processes need seconds
             begin = time.time()
-            loss = model(batch(step, elastic.rank()))
+            loss = model(batch(step, elastic.rank()).to(device))
             if kind := strikes.pop((me, step), None):
                 say(f"struck {os.getpid()} {time.time()}")
                 strike(kind)
@@ -83,7 +107,8 @@ def main(until, *faults):
             optimizer.step()
             optimizer.zero_grad()
             say(f"step {step} {elastic.size()} {me} {begin}")
-    params = torch.cat([value.flatten() for value in model.state_dict().values()])
+    params = torch.cat([value.flatten() for value in model.state_dict().values()]).cpu()
+    synchronize()
     say(f"end {params.numpy().tobytes().hex()}")
 
 

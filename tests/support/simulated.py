@@ -74,6 +74,7 @@ def use(library, late="others"):
     torch._register_device_module("sim", _module(device))
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("simulated", collectives(device), devices=["sim"])
+    dist.Backend.backend_capability["fake"].append("sim")  # as it has the devices that torch knows
     device.late(late)
     gloo.checks.append(device.synchronize)  # which tells of memory that was written to after it was freed
     return device

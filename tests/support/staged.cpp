@@ -72,6 +72,10 @@ struct Staged final : c10d::Backend {
     {
         return "nccl"; // whose ways it has
     }
+    void abort() override
+    {
+        host->abort();
+    }
     bool supportsCoalescing() const override
     {
         return true;

@@ -61,7 +61,11 @@ _SELDOM = 1.0  # seconds between two looks into the store, at most; looks become
 _WATCHING = 0.5  # seconds between two looks of the thread in C
 _LAST_MOMENT = 3.0  # seconds by which a wait ends before the group's time-out, whose error names no rank
 _DELETED = 64  # keys of at most so many indices are deleted at a time
-TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
+TRANSPORT = re.compile(
+    "connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer|communicator was aborted|"
+    "network error",
+    re.I,
+)
 _TROUBLED_FOR = 2.0  # seconds of waiting before another rank's exception is raised: that rank may come back
 # seconds before a mismatch with an interrupted rank is reported: the asking rank may be about to be interrupted, too
 _KEPT_FOR = 1.0
