@@ -87,11 +87,15 @@ def check_model(model: nn.Module) -> None:
     moving = _Moving(model, None, [])
     moving.check_units()
     moving.check_held(list(all_held(model)))
-    for wrapper in moving.wrappers:
-        if is_grid(wrapper._strategy):
-            raise StateError(
-                f"{_WHAT}: {wrapper._unit.name} has the strategy {wrapper._strategy.name}, over two groups: {_WAY_OUT}"
-            )
+
+
+def inner_sizes(model: nn.Module) -> list[int]:
+    """Return for each unit the number of ranks that share its parameter."""
+    return [_inner_size(inner._placement) for inner in model.modules() if isinstance(inner, Wrapper)]
+
+
+def _inner_size(placement: Placement) -> int:
+    return 1 if placement.param is None else placement.param.size()
 
 
 def device_of(wrapper: Wrapper) -> torch.device | None:
@@ -113,15 +117,26 @@ def leave(model: nn.Module) -> None:
         wrapper._placement = Placement()
 
 
-def enter(model: nn.Module, optimizer: Any, here: dict[int, Held]) -> Any:
+def enter(model: nn.Module, optimizer: Any, here: dict[int, Held], inner: list[int]) -> Any:
     """Bind a model that has left its ranks to all ranks of the world, with the state that the ranks hold.
 
-    All ranks of the world must call it. ``here``: the number of an old rank -> its boxes, on this rank.
+    All ranks of the world must call it. ``here``: the number of an old rank -> its boxes, on this rank; ``inner``:
+    ``inner_sizes`` of the model as it was built. An inner group gets more ranks where ``inner`` does not divide the
+    world, so that no rank needs more memory for parameters than it was built for.
     Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
     """
-    moving = _Moving(model, optimizer, list(range(world().size())))
-    groups = [{"wide": world()}] * len(moving.wrappers)
+    ranks = range(world().size())
+    moving = _Moving(model, optimizer, list(ranks))
+    groups = [
+        groups_over(wrapper._strategy, ranks, dividing(least, len(ranks)))
+        for wrapper, least in zip(moving.wrappers, inner, strict=True)
+    ]
     return moving.carry_out(Rendezvous(None, SetupCollective.RESIZES, model), here, groups).extra
+
+
+def dividing(least: int, size: int) -> int:
+    """Return the smallest number, from ``least`` on, that divides ``size``; ``size`` if none does."""
+    return next((number for number in range(least, size) if size % number == 0), size)
 
 
 class _Moving:
@@ -168,7 +183,7 @@ class _Moving:
             raise StateError(f"{_WHAT}: this rank holds shards of only a part of the model: {_WAY_OUT}")
         self.holds = True
         placements = [wrapper._placement for wrapper in self.wrappers]
-        inner = [1 if one.param is None else one.param.size() for one in placements]
+        inner = [_inner_size(one) for one in placements]
         over = {rank for one in placements for group in one.groups for rank in dist.get_process_group_ranks(group)}
         return [said, [inner, sorted(over | {dist.get_rank()}), [one.shards * one.replicas for one in placements]]]
 

@@ -42,7 +42,7 @@ from ..fsdp.unit.unit import units_of
 from .epochs import Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
 from .process import MEMBER
-from .resizing import check_model, devices_of, enter, leave
+from .resizing import check_model, devices_of, enter, inner_sizes, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
@@ -83,6 +83,7 @@ class Session:
         self.generations: list[Generation] = []
         self._group: Any = None
         self._attempts = 0  # of _ATTEMPTS, since a state was committed
+        self._inner: list[int] = []  # of ``inner_sizes``
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
 
     # Worlds
@@ -136,6 +137,7 @@ class Session:
         """Build the model and the optimizer over the world."""
         self.model, self.optimizer = build()
         check_model(self.model)
+        self._inner = inner_sizes(self.model)
         for one in labelled(self.optimizer).values():
             one.register_step_pre_hook(lambda *_: self.complete())
 
@@ -244,16 +246,21 @@ class Session:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
         kept = [one.check() for one in self.generations]
         newest = newest_of(self.model) if kept else None  # what a new process has built from is no news
-        told = gather_objects(SetupCollective.RESIZES, (kept, newest), world())
+        told = gather_objects(SetupCollective.RESIZES, (kept, newest, self._inner), world())
         if None in told:  # of a rank in ``start``
             return _NOT_COMMITTED
+        units = [len(inner) for *_, inner in told]
+        if len(set(units)) > 1:
+            raise StateError(f"elastic: build() must return one model on all ranks, but by rank they have {units} units")
+        inner = zip(*(inner for *_, inner in told), strict=True)
+        self._inner = [min(sizes) for sizes in inner]  # some may have been built in a smaller world
         refused: dict[Key, list[str]] = {}
         while not isinstance(found := _choose(told, self._redundancy, refused), str):
             problems = self._read(found)
             if not problems:
                 return found
             refused[found.key] = problems
-        return found if any(one.key[1] > 0 for theirs, _ in told for one in theirs) else _NOT_COMMITTED
+        return found if any(one.key[1] > 0 for theirs, *_ in told for one in theirs) else _NOT_COMMITTED
 
     def _read(self, found: _Found) -> list[str]:
         """Read the copies of ``found`` into it, and rebuild the lost ones. Returns: problems, on all ranks alike."""
@@ -270,7 +277,7 @@ class Session:
 
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
-        extra = enter(self.model, self.optimizer, found.here)
+        extra = enter(self.model, self.optimizer, found.here, self._inner)
         self.generations = [one for one in self.generations if one.key <= found.key][-2:]
         self.step = extra["step"]
         _set_random_states(devices_of(self.model), extra["rng"])
@@ -373,11 +380,11 @@ class _Found(NamedTuple):
 def _choose(told: list[Any], redundancy: str, refused: dict[Key, list[str]]) -> _Found | str:
     """Return what can be rebuilt from what the ranks told; or why nothing can.
 
-    ``told``: by rank its generations, and the newest checkpoint that it knows; ``refused``: states with copies that
-    were rebuilt in vain, and why.
+    ``told``: by rank its generations, the newest checkpoint that it knows, and its ``_inner``; ``refused``: states with
+    copies that were rebuilt in vain, and why.
     """
     of_key: dict[Key, list[tuple[int, Kept]]] = {}
-    for rank, (theirs, _) in enumerate(told):
+    for rank, (theirs, *_) in enumerate(told):
         for one in theirs:
             of_key.setdefault(one.key, []).append((rank, one))
     corrupt: list[str] = []
@@ -396,7 +403,7 @@ def _choose(told: list[Any], redundancy: str, refused: dict[Key, list[str]]) -> 
             return _Found(key, at, groups, corrupt, {})
         lost_last = lost_last or [members[one] for one in groups]
     which = f" ({'; '.join(corrupt)})" if corrupt else ""
-    _, path = max((newest for _, newest in told if newest is not None), default=(0.0, ""))
+    _, path = max((newest for _, newest, _ in told if newest is not None), default=(0.0, ""))
     return (
         f"the state of {', '.join(lost_last) or 'all ranks'} is lost, with what the others keep of it{which}: "
         f"start again from the newest checkpoint{path and f', {path}'}"

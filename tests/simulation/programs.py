@@ -445,6 +445,11 @@ def _elastic(seed):
         "harms": harms[: source.choice([0, 0, 0, 1, 2])],
     }
     struck = {"faults": [dataclasses.asdict(each) for each in drawn], "machines": source.random() < 0.2}
+    younger = random.Random(f"elastic grid {seed}")  # other seeds keep their programs
+    if younger.random() < 0.25 and phase["strategy"] != "NO_SHARD":
+        phase |= {"strategy": younger.choice(GRIDS), "inner": younger.choice(_divisors(size))}
+        if not _may_accumulate(program["layers"], phase):
+            phase["ops"] = [[*op[:2], True] if op[0] in BACKWARDS else op for op in phase["ops"]]
     return program | NO_FAULTS | struck
 
 
@@ -542,6 +547,10 @@ def _layer(source, name):
     }
 
 
+def _divisors(size):
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
 def _has_unused(layers):
     return any(each["how"] == "unused" or each["kind"] == "experts" for each in layers)
 
@@ -553,7 +562,7 @@ def _phase(source, program, low, optimizer, first):
     phase = {
         "size": size,
         "strategy": source.choice(STRATEGIES),
-        "inner": source.choice([n for n in range(1, size + 1) if size % n == 0]),
+        "inner": source.choice(_divisors(size)),
         "orig": source.random() < 0.5,
         "segments": True,
         "atomic": source.choice([None, None, "row"]),

@@ -28,15 +28,16 @@ from flatparam import elastic
 from flatparam.common.redundancy import group_of
 from flatparam.elastic import training as product
 from flatparam.elastic.epochs import Epochs
+from flatparam.elastic.resizing import dividing
 from flatparam.fsdp.desync.stores import all_groups, store_of_world
 from flatparam.fsdp.errors import OrderError, StateError
 
 from . import bitwise, process
 from .elastic_programs import harm
 from .faults import Fault, user_code
-from .programs import DEFAULTS, build, optimizers_of
+from .programs import DEFAULTS, GRIDS, build, optimizers_of
 from .reference import Reference
-from .training import Rank, wrap
+from .training import Rank, groups_for, wrap
 
 LOOKING = 1.0  # seconds from one look of a launcher to the next
 ENDING = 60.0  # seconds after which launchers end the job of a rank that has raised: all others have been told before
@@ -145,7 +146,7 @@ def _train(program, phase, store, log, module):
     def built():
         mine = copy.deepcopy(module)  # also if ranks are lost in it, and it is called again
         one.layers = dict(mine.layers.items())
-        one.model = wrap(program, phase, mine, None)
+        one.model = wrap(program, phase, mine, groups_for(phase["strategy"], dividing(phase["inner"], dist.get_world_size())))
         one.optimizers = optimizers_of(phase["optimizer"], program, one.model)
         return one.model, one.optimizers[0]
 
@@ -161,7 +162,7 @@ def _train(program, phase, store, log, module):
     steps = steps_of(phase)
     for step in elastic.steps(model, optimizer, len(steps), extra=schedule):
         with elastic.survive():
-            _look(session, log)
+            _look(session, log, phase["strategy"] in GRIDS)
             time.sleep(0.01)
             one.begin(elastic.rank())
             for name, *arguments in steps[step]:
@@ -181,10 +182,11 @@ def _train(program, phase, store, log, module):
         return None, number
 
 
-def _look(session, log):
+def _look(session, log, is_grid):
     """Note what is committed. No copies and process groups of older epochs are left."""
     kept = session.generations
-    assert len(all_groups()) == 2, "process groups of older epochs are left"  # the world, and the group of its copies
+    groups = 5 if is_grid else 2  # the world, and the group of its copies; inner and outer groups
+    assert len(all_groups()) <= groups, "process groups of older epochs are left"
     assert len(kept) <= 3, "copies of older epochs are left"
     log.members[session.epoch.number] = session.epoch.members
     if len(kept) > 1 and kept[-2].epoch == session.epoch:
@@ -346,7 +348,7 @@ def _check_values(program, phase, mine, logs, ended):
     begin, states = 0, [_seeded(name) for name in members.get(chain[0][0], [])]
     for epoch, end in chain:
         names = members.get(epoch, [])
-        here = phase | {"size": len(names), "inner": len(names)}
+        here = phase | {"size": len(names), "inner": dividing(phase["inner"], len(names))}
         states = [states[rank % len(states)] for rank in range(len(names))]
         generators = [torch.Generator().set_state(state) for state in states]
         reference.play(here | {"ops": []})

@@ -7,15 +7,22 @@ Promises:
 - ranks are killed, stopped, late, or raise at random points, also new ones that join, and copies and parities change:
   what is left trains on as the unsharded module, or all raise one error, and only if the state is lost; nobody waits
   for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`
+- a strategy over two groups goes on with groups of another size, where the ranks that are left need one, and has its own
+  again when a new process has joined: `test_a_grid_of_ranks_is_cut_anew`
+- ranks that have built models of several numbers of units are told, all alike: `test_other_models_are_told`
 - seeds that failed once do not fail again: `test_what_seeds_have_found`
 - each promise of the checker is one that can fail: `test_what_is_wrong_is_noticed`
 """
 
+import time
+
 import pytest
 
 from flatparam.elastic import training as product
+from flatparam.elastic.resizing import inner_sizes
 from flatparam.fsdp.desync import liveness
 from tests.simulation import process, random_elastic, reference, training
+from tests.simulation.programs import GRIDS
 from tests.simulation.test_simulated_programs import LAYER, ask, play_all
 
 SEEDS = 25
@@ -62,6 +69,53 @@ def play_without_copies(program):
 
 def test_random_elastic_programs():
     assert play_all(SEEDS, True) > SEEDS / 2, "the faults seldom strike"
+
+
+def of_grid(strategy):
+    (phase,) = KILLED["phases"]
+    phase = phase | {"size": 4, "inner": 2, "strategy": strategy, "ops": [*phase["ops"], *phase["ops"]]}
+    faults = [KILLED["faults"][0] | {"point": 150}]  # in step 2
+    return KILLED | {"phases": [phase], "faults": faults, "elastic": KILLED["elastic"] | {"joins": [[1, 3.0]]}}
+
+
+def play_slowly(program):
+    """Play with steps of a second. Returns: the faults that have struck; the sizes of world and inner groups."""
+    look, found = random_elastic._look, []
+
+    def look_and_sleep(session, *arguments):
+        look(session, *arguments)
+        found.append((product.size(), *inner_sizes(session.model)))
+        time.sleep(1.0)
+
+    random_elastic._look = look_and_sleep
+    return training.play(program)[2], sorted(set(found))
+
+
+@pytest.mark.parametrize("strategy", GRIDS)
+def test_a_grid_of_ranks_is_cut_anew(strategy):
+    struck, found = ask(play_slowly, of_grid(strategy))
+    assert struck == ["rank 1 is killed at its point 150"]
+    assert found == [(3, 3, 3), (4, 2, 2)]
+
+
+def play_with_another_model(program):
+    wrap, calls = random_elastic.wrap, []
+
+    def wrap_in_a_new_process(program, *arguments):
+        calls.append(program)
+        if len(calls) > program["phases"][0]["size"]:
+            program = program | {"layers": [each | {"unit": False} for each in program["layers"]]}
+        return wrap(program, *arguments)
+
+    random_elastic.wrap = wrap_in_a_new_process
+    play_slowly(program)
+
+
+def test_other_models_are_told():
+    with pytest.raises(process.SimulatedError) as raised:
+        ask(play_with_another_model, KILLED)
+    told = "StateError: elastic: build() must return one model on all ranks, but by rank they have [2, 1, 2] units"
+    assert str(raised.value).count(f"raises {told}") == 3
 
 
 @pytest.mark.parametrize("seed", FOUND)

@@ -81,7 +81,7 @@ def play(program):
             groups = {}
 
             def prepare(rank, phase=phase, groups=groups):
-                groups[rank] = _groups(phase["strategy"], phase["inner"])
+                groups[rank] = groups_for(phase["strategy"], phase["inner"])
 
             def live(rank, phase=phase, events=events, carried=carried, saved=saved, modules=modules, groups=groups):
                 module = modules.pop(rank)
@@ -150,7 +150,7 @@ def _of_average(folder):
     return folder.with_name(f"{folder.name} averaged")
 
 
-def _groups(strategy, inner):
+def groups_for(strategy, inner):
     """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other; else None."""
     if strategy not in GRIDS:
         return None
