@@ -3,9 +3,12 @@
 Promises:
 - an error of one rank in the middle of the move is raised by all: `test_an_error_of_one_rank_is_raised_by_all`
 - Ctrl-C at any line before the commit: `test_ctrl_c_at_any_line`
+- Ctrl-C on one rank alone, which ends it: the others raise an error that names the rank, in seconds, and hold what they
+  held before: `test_ctrl_c_on_one_rank_alone`
 """
 
 import linecache
+import time
 
 import pytest
 import torch
@@ -20,8 +23,9 @@ from flatparam import elastic
 from flatparam.checkpoint import CheckpointError
 from flatparam.checkpoint.loading import Loading
 from flatparam.elastic import resizing, transport
-from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.errors import OrderError, StateError
 from flatparam.fsdp.sharding import flat_param
+from tests.simulation.process import simulated
 
 pytestmark = pytest.mark.multiprocess
 # a function of the move, and the number of its call on one rank that raises
@@ -126,3 +130,29 @@ def interrupted():
 
 def test_ctrl_c_at_any_line():
     simulate_ranks(interrupted, 3)
+
+
+def interrupted_alone(rank, part):
+    """Rank 1 is interrupted at one of its lines, ``part`` of the way."""
+    files = [resizing.__file__, transport.__file__]
+    pair, twin = started()
+    with Bomb(files) as listing:
+        elastic.resize(*twin, [1, 2])
+    elastic.resize(*twin, [0, 1])
+    if rank == 1:
+        places = [place for place in listing.places if place[1] in BEFORE_COMMIT and place[3] == 1]
+        with Bomb(files, places[int(part * len(places))], KeyboardInterrupt):
+            elastic.resize(*pair, [1, 2])
+    begin = time.monotonic()
+    with pytest.raises((OrderError, CheckpointError), match="rank 1 has"):
+        elastic.resize(*pair, [1, 2])
+    as_before(pair, twin)
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_on_one_rank_alone():
+    for tenth in range(10):
+        run = simulated(interrupted_alone, 3, 1, tenth / 10)
+        assert run.errors[1][0] == "KeyboardInterrupt", run.story
+        assert len(run.errors) == 1, run.story
+        assert max(run.results.values()) < 3.0
