@@ -1,7 +1,7 @@
 """``elastic.resize`` moves what optimizers keep, and gradients, as a checkpoint does that is saved and loaded.
 
 Promises:
-- fused, foreach, stateless and several optimizers, a scheduler, states of whole parameters, and gradients:
+- fused, foreach, stateless, several and 8-bit optimizers, a scheduler, states of whole parameters, and gradients:
   `test_optimizers_move`
 - gradients of no_sync are refused by name, and stay; others move: `test_gradients_of_no_sync_are_refused`
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import Odd
-from fsdp_models import loss_of
+from fsdp_models import Blockwise, loss_of
 from layer_zero_ranks import group_of
 from simulated_ranks import simulate_ranks
 from test_resize import built, everything, same
@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "foreach": lambda params: {"": torch.optim.AdamW(params, lr=0.001, foreach=True, amsgrad=True)},
     "without state": lambda params: {"": torch.optim.SGD(params, lr=1e-5)},
     "several": lambda params: several(list(params)),
+    "8-bit": lambda params: {"": Blockwise(params, 7, lr=1e-5)},
 }
 SIZES = (3, 1, 3, 2, 2, 3)
 
@@ -43,7 +44,8 @@ def made(name, size, seed=0):
     torch.manual_seed(seed)
     module = Odd()
     alone = [module.last.weight, module.turned]
-    model = FSDP(module, process_group=group_of(range(size)), use_orig_params=True, ignored_states=alone)
+    whole = torch.Tensor.numel if name == "8-bit" else None  # each parameter on one rank
+    model = FSDP(module, process_group=group_of(range(size)), use_orig_params=True, ignored_states=alone, atomic=whole)
     optimizers = OPTIMIZERS[name](model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.75) for one in optimizers.values()]
     return model, optimizers, schedulers, alone

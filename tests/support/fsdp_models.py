@@ -152,3 +152,29 @@ def assert_same_grads(model, module, what=""):
         else:
             assert found[name] is not None, (what, name)
             assert torch.equal(found[name], param.grad), (what, name, found[name] - param.grad)
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Momentum kept in 8 bits, each block of elements over its own largest value."""
+
+    def __init__(self, params, block, lr=0.05):
+        super().__init__(params, {"lr": lr, "block": block})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.one(param, self.state[param], **group)
+
+    def one(self, param, state, block, lr, **_):
+        numel = param.numel()
+        grad = torch.zeros(-(-numel // block) * block)
+        grad[:numel] = param.grad.reshape(-1)
+        grad = grad.view(-1, block)
+        if state:
+            grad += 0.9 * state["codes"].float() * state["scale"]
+        state["scale"] = grad.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+        state["codes"] = (grad / state["scale"]).round().to(torch.int8)
+        step = state["codes"].float() * state["scale"]
+        param.sub_(lr * step.view(-1)[:numel].view_as(param))

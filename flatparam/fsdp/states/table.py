@@ -74,13 +74,18 @@ class SteppedParam:
     def layout(self) -> str:
         """A digest of its shape and of the elements in it. Equal for pieces cut in the same way."""
         here = [(param.name, param.start, param.numel) for param in self.here]
-        return hashlib.sha256(repr((tuple(self.tensor.shape), here)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((_shape_of(self.tensor), here)).encode()).hexdigest()[:16]
 
     def lies_whole(self, param: LocalParam) -> bool:
         """Whether the optimizer on this rank steps all of ``param`` here and nothing else, in its own shape."""
         if not param.is_sharded and len(self.params) == 1:
             return True
-        return tuple(self.tensor.shape) == param.shape and param.numel == math.prod(param.shape)
+        return _shape_of(self.tensor) == (param.shape or (1,)) and param.numel == math.prod(param.shape)
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return its shape; ``(1,)``, which a sharded scalar has, for each scalar."""
+    return tuple(tensor.shape) or (1,)
 
 
 def stepped_of(params: Iterable[LocalParam]) -> dict[int, SteppedParam]:

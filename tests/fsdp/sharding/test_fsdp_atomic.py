@@ -7,6 +7,7 @@ import pytest
 import torch
 from fsdp_models import (
     Averaged,
+    Blockwise,
     assert_same,
     assert_same_grads,
     data,
@@ -104,32 +105,6 @@ class Rows(torch.optim.Optimizer):
                 if param.grad is not None:
                     grad = param.grad.view(param.shape[0], -1)
                     param.sub_(0.1 * (grad / grad.norm(dim=1, keepdim=True).clamp(min=1e-6)).view_as(param))
-
-
-class Blockwise(torch.optim.Optimizer):
-    """Momentum kept in 8 bits, each block of elements over its own largest value."""
-
-    def __init__(self, params, block):
-        super().__init__(params, {"block": block})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.one(param, self.state[param], group["block"])
-
-    def one(self, param, state, block):
-        numel = param.numel()
-        grad = torch.zeros(-(-numel // block) * block)
-        grad[:numel] = param.grad.reshape(-1)
-        grad = grad.view(-1, block)
-        if state:
-            grad += 0.9 * state["codes"].float() * state["scale"]
-        state["scale"] = grad.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-        state["codes"] = (grad / state["scale"]).round().to(torch.int8)
-        step = state["codes"].float() * state["scale"]
-        param.sub_(0.05 * step.view(-1)[:numel].view_as(param))
 
 
 def matrices(model):
