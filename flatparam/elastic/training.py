@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import math
 import os
 import sys
 import threading
@@ -46,7 +47,7 @@ from .resizing import check_model, devices_of, enter, inner_sizes, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
-_CONNECTING = 10.0  # seconds for a new world: all of its members have come
+_CONNECTING = 2.5  # seconds for a new world, as all of its members have come; twice as long in each further try
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
 Build = Callable[[], tuple[nn.Module, Any]]
@@ -95,7 +96,7 @@ class Session:
         number, size = epoch.members.index(self.epochs.me), len(epoch.members)
         hook = sys.excepthook
         # not above the heartbeat: a rank that waited longer for a lost one would be dropped from the next epoch
-        connecting = datetime.timedelta(seconds=min(liveness.heartbeat() or _CONNECTING, _CONNECTING))
+        connecting = datetime.timedelta(seconds=min(liveness.heartbeat() or math.inf, _CONNECTING * 2**self._attempts))
         dist.init_process_group(self._backend, store=store, rank=number, world_size=size, timeout=connecting)
         if self._has_hook:
             sys.excepthook = hook

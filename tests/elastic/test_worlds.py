@@ -3,12 +3,15 @@
 Promises:
 - an error of a rank that has had many worlds is printed with one prefix, and a hook of the user stays:
   `test_many_worlds_leave_one_hook`
+- a rank that has come to a new world, and is killed before it connects, is missed after 2.5 s, or the heartbeat; a
+  further try may take longer: `test_a_rank_that_is_lost_before_it_connects_is_missed_soon`
 - the world in which a new process builds its model leaves no hook: `test_a_process_that_asks_leaves_no_hook`
 """
 
 import datetime
 import functools
 import sys
+import time
 
 import pytest
 
@@ -47,3 +50,18 @@ def test_a_process_that_asks_leaves_no_hook(monkeypatch):
     with pytest.raises(SystemExit):
         session("0.1").ask_to_join(None)
     assert sys.excepthook is hook
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("heartbeat", "tries", "seconds"), [("10", 0, 2.5), ("1", 0, 1.0), ("3.5", 1, 3.5)])
+def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, heartbeat, tries, seconds):
+    monkeypatch.setenv("FLATPARAM_HEARTBEAT", heartbeat)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mine = session("0.0")
+    mine._attempts = tries
+    mine.epochs._store.set("here/1/1.0", "")  # and was killed then
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        mine.make_world(Epoch(1, ["0.0", "1.0"]))
+    assert seconds - 0.1 < time.monotonic() - begin < seconds + 2.0
+    mine.end_world()
