@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -212,14 +213,14 @@ class Job:
         return set(re.findall(r"(\d+\.\d+) was replaced", "\n".join(self.errors))) - struck
 
     def _load(self):
-        """Return the checkpoints that are left: name, step, parameters."""
+        """Return the checkpoints that are left: name, step and epoch, parameters."""
         saved = []
         for path in sorted(self.folder.glob("checkpoint-*")):
             found = Unsharded()
             found.net.parts[0] = killed_script.Watched(found.net.parts[0])
             checkpoint.verify(path)
-            step = checkpoint.load(path, found.net).extra
-            saved.append((path.name, step, found.params()))
+            when = checkpoint.load(path, found.net).extra
+            saved.append((path.name, when, found.params()))
         return saved
 
     def check(self):
@@ -240,34 +241,40 @@ class Job:
             found.append(f"errors: {sorted(raised)}")
         return found + self._wrong_bits()
 
+    def _told(self, epoch=math.inf):
+        """Return what ranks have said of each step: size, rank, loss. A step is repeated in a later epoch.
+
+        ``epoch``: what was known then.
+        """
+        told = {}
+        for step, size, rank, number, _, loss, _ in self.steps:
+            if number <= epoch:
+                told.setdefault(step, {}).setdefault(number, []).append((size, rank, loss))
+        return {step: of_epoch[max(of_epoch)] for step, of_epoch in told.items()}
+
     def _wrong_bits(self):
-        newest = {}  # a step is repeated in a later epoch
-        for step, size, rank, epoch, _, loss, _ in self.steps:
-            newest.setdefault(step, {}).setdefault(epoch, []).append((size, rank, loss))
-        states, oracle, found = [], Unsharded(killed_script.CLIP), []
-        for step in range(max(newest, default=-1) + 1):
-            states.append(oracle.params())
-            epochs = newest.get(step, {-1: []})
-            told = epochs[max(epochs)]
-            sizes = {size for size, _, _ in told}
+        told, oracle, found = self._told(), Unsharded(killed_script.CLIP), []
+        for step in range(max(told, default=-1) + 1):
+            sizes = {size for size, _, _ in told.get(step, ())}
             if len(sizes) != 1:
                 return [f"step {step} was done by worlds of the sizes {sizes}"]
             losses = oracle.step(step, *sizes)
             found += [
                 f"step {step}: rank {rank} has the loss {loss}, expected {losses[rank]}"
-                for _, rank, loss in told
+                for _, rank, loss in told[step]
                 if loss != losses[rank]
             ]
-        found += [
-            f"wrong bits in {name}, of step {step}"
-            for name, step, params in self.saved
-            if step >= len(states) or not torch.equal(params, states[step])
-        ]
         if self.status == 0:
-            if len(newest) != self.until:
-                found.append(f"{len(newest)} steps were done, expected {self.until}")
+            if len(told) != self.until:
+                found.append(f"{len(told)} steps were done, expected {self.until}")
             if set(self.ends) != {oracle.params().numpy().tobytes().hex()}:
                 found.append(f"wrong bits at the end, on {len(self.ends)} ranks")
+        for name, (step, epoch), params in self.saved:
+            told, oracle = self._told(epoch), Unsharded(killed_script.CLIP)
+            for before in range(step):
+                oracle.step(before, told[before][0][0])
+            if not torch.equal(params, oracle.params()):
+                found.append(f"wrong bits in {name}, of step {step} in epoch {epoch}")
         return found
 
 

@@ -60,8 +60,8 @@ def test_what_is_wrong_is_noticed(job):
         [*job.steps, (step, 2, rank, epoch, begin, loss, member)],
     ):
         assert "was done by worlds of the sizes" in problems(steps=steps)[0]
-    [(name, of, params), *_] = job.saved
-    assert problems(saved=[(name, of, params + 1)]) == [f"wrong bits in {name}, of step {of}"]
+    [(name, (of, then), params), *_] = job.saved
+    assert problems(saved=[(name, [of, then], params + 1)]) == [f"wrong bits in {name}, of step {of} in epoch {then}"]
     assert "status 0, but two ranks of one group were lost" in problems(status=0)
     assert problems(errors=[*job.errors, NOISE])[0].startswith("errors: ")
     assert problems(errors=[]) == ["status 1, and no error that says what to do"]

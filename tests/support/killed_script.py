@@ -206,7 +206,7 @@ def main(until, folder, redundancy):
             if step % SAVES == 1:
                 path = os.path.join(folder, f"checkpoint-{step // SAVES % 2}")
                 with points.phase("save"):
-                    checkpoint.save(path, model, optimizer, extra=step, overwrite=True)
+                    checkpoint.save(path, model, optimizer, extra=[step, epoch], overwrite=True)
                 train(points, model, optimizer, batch(step, 100 + elastic.rank()))
                 with points.phase("load"):
                     checkpoint.load(path, model, optimizer)
