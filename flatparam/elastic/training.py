@@ -40,14 +40,14 @@ from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
 from ..fsdp.unit.unit import units_of
-from .epochs import Epoch, Epochs, store_of_job
+from .epochs import PATIENCE, Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
 from .process import MEMBER
 from .resizing import check_model, devices_of, enter, inner_sizes, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
-_CONNECTING = 2.5  # seconds for a new world, as all of its members have come; twice as long in each further try
+_CONNECTING = 1.0  # seconds in gloo for a new world, as all members have come; twice as long in each further try
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
 Build = Callable[[], tuple[nn.Module, Any]]
@@ -93,10 +93,10 @@ class Session:
         """Come to ``epoch`` or a later one, and make its world. Raises: Replaced; RuntimeError if a rank is lost."""
         self.epoch = epoch = self.epochs.meet(epoch)
         store = self._store.below(f"flatparam world {epoch.number}").raw
-        number, size = epoch.members.index(self.epochs.me), len(epoch.members)
-        hook = sys.excepthook
-        # not above the heartbeat: a rank that waited longer for a lost one would be dropped from the next epoch
-        connecting = datetime.timedelta(seconds=min(liveness.heartbeat() or math.inf, _CONNECTING * 2**self._attempts))
+        number, size, hook = epoch.members.index(self.epochs.me), len(epoch.members), sys.excepthook
+        # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
+        most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
+        connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
         dist.init_process_group(self._backend, store=store, rank=number, world_size=size, timeout=connecting)
         if self._has_hook:
             sys.excepthook = hook

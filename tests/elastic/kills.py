@@ -37,7 +37,7 @@ from flatparam.common.redundancy import MOST, group_of
 RANKS = 4
 HEARTBEAT = 5.0
 LIMIT = 120.0  # seconds for an order, on a busy machine
-STEPS = 14  # of the training for each order
+STEPS = 30  # of the training for each order, more than it needs on a busy machine
 LOOP = ("forward", "backward", "reduce", "clip", "step", "parity", "commit", "save", "load")
 PARTS = ("end_world", "meet", "make_world", "find_state", "enter")
 RECOVERY = ("recover", *(f"recover {part}" for part in (*PARTS, "rebuild")))
@@ -122,6 +122,8 @@ class Job:
         for reader in readers:
             reader.start()
         try:
+            if self.orders[0][0] != "start":  # a kill before the first commit ends the job
+                self._wait(lambda: self._train_since(0.0))
             for number, (_, strikes) in enumerate(self.orders):
                 self._order(number, strikes)
                 self._wait(lambda number=number: self._is_over(number))
@@ -143,7 +145,6 @@ class Job:
             lines.append(line.rstrip("\n"))
 
     def _order(self, number, strikes, drains=False):
-        self._began = time.time()
         new = self.folder / "new"
         new.write_text(json.dumps({"number": number, "strikes": strikes, "drains": drains}))
         new.replace(self.folder / "orders")
@@ -158,13 +159,15 @@ class Job:
             self._take()
 
     def _is_over(self, number):
-        """Whether all strikes of the order have struck, and two steps of all ranks were done since."""
+        """Whether all strikes of the order have struck, and all ranks train again."""
         struck = self.struck[number]
         if len(struck) < len(self.orders[number][1]):
             return False
-        since = max((second for _, second in struck.values()), default=self._began)
-        full = {step for step, size, _, _, begin, _, _ in self.steps if size == RANKS and begin > since}
-        return len(full) > 2
+        return self._train_since(max(second for _, second in struck.values()))
+
+    def _train_since(self, since):
+        """Whether three steps of all ranks have begun since that second, and were done."""
+        return len({step for step, size, _, _, begin, _, _ in self.steps if size == RANKS and begin > since}) > 2
 
     def _take(self):
         """Take what the ranks have said."""
@@ -253,7 +256,7 @@ class Job:
         return {step: of_epoch[max(of_epoch)] for step, of_epoch in told.items()}
 
     def _wrong_bits(self):
-        told, oracle, found = self._told(), Unsharded(killed_script.CLIP), []
+        told, oracle, found = self._told(), Unsharded(clip=killed_script.CLIP), []
         for step in range(max(told, default=-1) + 1):
             sizes = {size for size, _, _ in told.get(step, ())}
             if len(sizes) != 1:
@@ -270,7 +273,7 @@ class Job:
             if set(self.ends) != {oracle.params().numpy().tobytes().hex()}:
                 found.append(f"wrong bits at the end, on {len(self.ends)} ranks")
         for name, (step, epoch), params in self.saved:
-            told, oracle = self._told(epoch), Unsharded(killed_script.CLIP)
+            told, oracle = self._told(epoch), Unsharded(clip=killed_script.CLIP)
             for before in range(step):
                 oracle.step(before, told[before][0][0])
             if not torch.equal(params, oracle.params()):

@@ -3,21 +3,27 @@
 Promises:
 - an error of a rank that has had many worlds is printed with one prefix, and a hook of the user stays:
   `test_many_worlds_leave_one_hook`
-- a rank that has come to a new world, and is killed before it connects, is missed after 2.5 s, or the heartbeat; a
-  further try may take longer: `test_a_rank_that_is_lost_before_it_connects_is_missed_soon`
+- a rank that has come to a new world, and is killed before it connects, is missed after 1 s; a further try may take
+  longer: `test_a_rank_that_is_lost_before_it_connects_is_missed_soon`
+- if it is killed as it connects, no other rank waits for it so long that it is taken for lost itself:
+  `test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long`
 - the world in which a new process builds its model leaves no hook: `test_a_process_that_asks_leaves_no_hook`
 """
 
 import datetime
 import functools
+import signal
 import sys
 import time
 
+import gloo
 import pytest
+import torch.distributed as dist
+from killed_script import signal_in
 
-from flatparam.elastic.epochs import Epoch, Epochs
+from flatparam.elastic.epochs import PATIENCE, Epoch, Epochs
 from flatparam.elastic.training import Session
-from flatparam.fsdp.desync.stores import in_memory
+from flatparam.fsdp.desync.stores import in_memory, store_of_world
 
 
 def session(member):
@@ -53,7 +59,7 @@ def test_a_process_that_asks_leaves_no_hook(monkeypatch):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("heartbeat", "tries", "seconds"), [("10", 0, 2.5), ("1", 0, 1.0), ("3.5", 1, 3.5)])
+@pytest.mark.parametrize(("heartbeat", "tries", "seconds"), [("10", 0, 1.0), ("10", 1, 2.0), ("1", 1, 0.6)])
 def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, heartbeat, tries, seconds):
     monkeypatch.setenv("FLATPARAM_HEARTBEAT", heartbeat)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -65,3 +71,30 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
         mine.make_world(Epoch(1, ["0.0", "1.0"]))
     assert seconds - 0.1 < time.monotonic() - begin < seconds + 2.0
     mine.end_world()
+
+
+def connects():
+    """Rank 1 says where it listens, and is killed. Notes the seconds until the others' new world fails."""
+    gloo.meet_in_a_server()
+    store, rank = store_of_world(), dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    mine = Session(store, f"{rank}.0", 3, "parity", 1, datetime.timedelta(seconds=60))
+    members = ["0.0", "1.0", "2.0"]
+    for one in members:
+        mine.epochs._store.set(f"here/1/{one}", "")
+    if rank == 1:
+        signal_in(0.5, signal.SIGKILL)
+    else:
+        time.sleep(1.0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        mine.make_world(Epoch(1, members))
+    gloo.note(time.monotonic() - begin)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long():
+    ends = gloo.ends_of_ranks(connects, 3, environment={"FLATPARAM_HEARTBEAT": "4"})
+    assert ends[1][0] == -signal.SIGKILL
+    assert all(float(ends[rank][2]) < 4.0 + PATIENCE for rank in (0, 2)), ends

@@ -30,7 +30,8 @@ from flatparam.elastic.process import MEMBER
 
 CLIP = 1.5  # below most of the gradients, which are whole numbers up to 4
 SAVES = 4  # each such step saves, trains on another batch, and loads
-PACE = 0.15  # seconds of a step, so that new processes have time to join
+PACE = 0.15  # seconds of a step
+WAITS = 0.4  # while new processes are to join
 # seconds of a phase that this process has not been in yet
 FIRST = {"recover": 0.5, "join": 0.5, "grow": 0.5, "ask": 0.5, "build": 0.1, "save": 0.05, "load": 0.05}
 _OTHER = 0.03
@@ -202,7 +203,7 @@ def main(until, folder, redundancy):
             begin = time.time()
             epoch = training.session().epoch.number
             if not points.drains:
-                time.sleep(PACE)
+                time.sleep(PACE if elastic.size() == int(os.environ["WORLD_SIZE"]) else WAITS)
             if step % SAVES == 1:
                 path = os.path.join(folder, f"checkpoint-{step // SAVES % 2}")
                 with points.phase("save"):
