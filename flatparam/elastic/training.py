@@ -252,7 +252,7 @@ class Session:
             return _NOT_COMMITTED
         units = [len(inner) for *_, inner in told]
         if len(set(units)) > 1:
-            raise StateError(f"elastic: build() must return one model on all ranks, but by rank they have {units} units")
+            raise StateError(f"elastic: build() must return one model on all ranks, which have {units} units")
         inner = zip(*(inner for *_, inner in told), strict=True)
         self._inner = [min(sizes) for sizes in inner]  # some may have been built in a smaller world
         refused: dict[Key, list[str]] = {}

@@ -146,7 +146,8 @@ def _train(program, phase, store, log, module):
     def built():
         mine = copy.deepcopy(module)  # also if ranks are lost in it, and it is called again
         one.layers = dict(mine.layers.items())
-        one.model = wrap(program, phase, mine, groups_for(phase["strategy"], dividing(phase["inner"], dist.get_world_size())))
+        inner = dividing(phase["inner"], dist.get_world_size())
+        one.model = wrap(program, phase, mine, groups_for(phase["strategy"], inner))
         one.optimizers = optimizers_of(phase["optimizer"], program, one.model)
         return one.model, one.optimizers[0]
 

@@ -7,8 +7,8 @@ Promises:
 - ranks are killed, stopped, late, or raise at random points, also new ones that join, and copies and parities change:
   what is left trains on as the unsharded module, or all raise one error, and only if the state is lost; nobody waits
   for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`
-- a strategy over two groups goes on with groups of another size, where the ranks that are left need one, and has its own
-  again when a new process has joined: `test_a_grid_of_ranks_is_cut_anew`
+- a strategy over two groups goes on with groups of another size, where the ranks that are left need one, and has its
+  own again when a new process has joined: `test_a_grid_of_ranks_is_cut_anew`
 - ranks that have built models of several numbers of units are told, all alike: `test_other_models_are_told`
 - seeds that failed once do not fail again: `test_what_seeds_have_found`
 - each promise of the checker is one that can fail: `test_what_is_wrong_is_noticed`
@@ -114,7 +114,7 @@ def play_with_another_model(program):
 def test_other_models_are_told():
     with pytest.raises(process.SimulatedError) as raised:
         ask(play_with_another_model, KILLED)
-    told = "StateError: elastic: build() must return one model on all ranks, but by rank they have [2, 1, 2] units"
+    told = "StateError: elastic: build() must return one model on all ranks, which have [2, 1, 2] units"
     assert str(raised.value).count(f"raises {told}") == 3
 
 
