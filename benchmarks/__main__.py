@@ -34,6 +34,7 @@ TABLES = {  # by the letter of docs/performance.md
     "whole": "bench_whole",
     "layer_zero": "bench_layer_zero",
     "checkpoint": "bench_checkpoint",
+    "resize": "bench_resize",
 }
 
 
