@@ -36,7 +36,7 @@ from flatparam.common.redundancy import MOST, group_of
 
 RANKS = 4
 HEARTBEAT = 5.0
-LIMIT = 120.0  # seconds for an order, on a busy machine
+LIMIT = 120.0  # seconds without a step, on a busy machine
 STEPS = 30  # of the training for each order, more than it needs on a busy machine
 LOOP = ("forward", "backward", "reduce", "clip", "step", "parity", "commit", "save", "load")
 PARTS = ("end_world", "meet", "make_world", "find_state", "enter")
@@ -133,7 +133,7 @@ class Job:
             self._order(len(self.orders), [], drains=True)
             self._wait(lambda: self.process.poll() is not None)
         except TimeoutError:
-            self.hangs = f"it hangs: after {LIMIT:g} s\n{self._end()}"
+            self.hangs = f"it hangs: no step was done for {LIMIT:g} s\n{self._end()}"
         for reader in readers:
             reader.join(10.0)
         self._take()
@@ -150,9 +150,11 @@ class Job:
         new.replace(self.folder / "orders")
 
     def _wait(self, is_over):
-        """Raises: TimeoutError."""
-        end = time.monotonic() + LIMIT
+        """Raises: TimeoutError if no step is done for a while."""
+        end, done = time.monotonic() + LIMIT, len(self.steps)
         while not is_over() and self.process.poll() is None:
+            if len(self.steps) > done:
+                end, done = time.monotonic() + LIMIT, len(self.steps)
             if time.monotonic() > end:
                 raise TimeoutError
             time.sleep(0.05)
