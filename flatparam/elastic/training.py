@@ -50,6 +50,7 @@ from .transport import Held
 _CONNECTING = 1.0  # seconds in gloo for a new world, as all members have come; twice as long in each further try
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
+_set_time_out = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in torch 2.15
 Build = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -106,7 +107,7 @@ class Session:
             made = dist.new_group(list(ranks), timeout=connecting, backend="gloo")
             self._group = made if number in ranks else self._group
         for group in all_groups():
-            dist.distributed_c10d._set_pg_timeout(self._time_out, group)
+            _set_time_out(self._time_out, group)
         store.set_timeout(self._time_out)
 
     def end_world(self) -> None:

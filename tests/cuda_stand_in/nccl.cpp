@@ -412,7 +412,9 @@ ncclCommInitRankScalable(ncclComm_t *comm, int ranks, int rank, int, ncclUniqueI
 ncclResult_t
 ncclCommAbort(ncclComm_t comm)
 {
-    comm->aborted = true;
+    if (comm != nullptr) { // torch's second abort of one communicator, which NCCL takes, too
+        comm->aborted = true;
+    }
     return ncclSuccess;
 }
 

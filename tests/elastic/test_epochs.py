@@ -85,7 +85,7 @@ def test_a_world_is_made_in_less_time_than_the_next_one_waits(monkeypatch, beat)
     with pytest.raises(ZeroDivisionError):
         session.make_world(Epoch(1, ["0.0", "1.0"]))
     left = began + float(beat) + epochs.PATIENCE - time.monotonic()
-    assert 2.0 <= asked[0].total_seconds() < left - 1.0
+    assert 2.0 <= 5 * asked[0].total_seconds() < left - 0.5  # gloo waits 5 times as long for a connection
 
 
 def test_a_rank_that_does_not_start_is_named_on_all():
