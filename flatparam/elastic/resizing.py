@@ -28,11 +28,12 @@ from ..checkpoint.optimizers import labelled
 from ..checkpoint.pieces import InHandle, all_held
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
 from ..checkpoint.rendezvous import Rendezvous
+from ..common.described import Described
 from ..common.torch_private import FakeProcessGroup
 from ..fsdp.desync.checked_collectives import gather_objects
 from ..fsdp.desync.events import SetupCollective
-from ..fsdp.desync.same_unit import Agreed, check_same_unit
-from ..fsdp.desync.unit_ids import assign
+from ..fsdp.desync.same_unit import check_same_unit
+from ..fsdp.desync.unit_ids import UnitIds, assign
 from ..fsdp.errors import StateError
 from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed, place, world
 from ..fsdp.sharding.unit_description import describe_unit
@@ -149,7 +150,7 @@ class _Moving:
         self.wrappers = [inner for inner in model.modules() if isinstance(inner, Wrapper)]
         self.plan, self.holds = SavePlan(), False
         self._undo: list[Callable[[], None]] = []
-        self._agreed: list[Agreed] = []
+        self._numbers: dict[Wrapper, dict[UnitIds, int]] = {}
         self.loading: Loading | None = None
 
     def check(self) -> list[Any]:
@@ -295,17 +296,27 @@ class _Moving:
             self.loading.prepare_from(self.source)
 
     def compare_units(self) -> None:
-        """Compare each unit over the new ranks, which gives it its ids there. A collective call of these ranks."""
+        """Compare the units over the new ranks, which gives them their ids there. A collective call of these ranks.
+
+        Units over the same groups are compared at once: an exchange for each took a sixth of the time of 33 units.
+        """
         paths = {wrapper: path for path, wrapper in self.model.named_modules()}
+        together: dict[Any, list[tuple[Wrapper, Described]]] = {}
         for wrapper in self.wrappers if self.loading is not None else ():
             unit = wrapper._unit
             # unit.name has the path from the first forward on, which a new process has not run
             name = f"the unit of {type(unit.module).__name__} at `{paths[wrapper]}`"
             originals = [original for flat_param in unit.flat_params for original in flat_param.originals]
-            described = describe_unit(name, originals, unit.options)
+            settings, *params = describe_unit(name, originals, unit.options)
+            described = [settings, *((f"{param} in {name}", properties) for param, properties in params)]
             placement = unit.options.placement
             inner = placement.param if placement.has_secondary_shard else None
-            self._agreed.append(check_same_unit(described, placement.compared, inner, dict, (name, "")))
+            together.setdefault((tuple(placement.compared), inner), []).append((wrapper, described))
+        for (groups, inner), found in together.items():
+            said = [entry for _, described in found for entry in described]
+            numbers = check_same_unit(said, list(groups), inner, dict, ("", "")).numbers
+            for i, (wrapper, _) in enumerate(found):
+                self._numbers[wrapper] = {ids: ids.of_built() for ids in numbers} if i else numbers
 
     @property
     def reads(self) -> list[Any]:
@@ -314,8 +325,8 @@ class _Moving:
     def commit(self) -> None:
         """Finish the load, and drop the old shards."""
         self._undo.clear()
-        for wrapper, agreed in zip(self.wrappers, self._agreed, strict=False):
-            assign(wrapper._unit, agreed.numbers)
+        for wrapper, numbers in self._numbers.items():
+            assign(wrapper._unit, numbers)
         if self.loading is not None:
             self.loading.finish()
 
