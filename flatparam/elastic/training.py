@@ -341,7 +341,7 @@ def _default_backend() -> str:
 
 
 def _check_communicators() -> None:
-    """Raises: RuntimeError if NCCL has had an error since the last commit: what was computed after it is not valid."""
+    """Raises: RuntimeError if NCCL has reported an error in this world: results of later collectives are not valid."""
     for backend in (one for group in all_groups() for one in backends_of(group)):
         error = backend.get_error() if hasattr(backend, "get_error") else None
         if error is not None and error.name != "SUCCESS":

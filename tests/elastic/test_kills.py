@@ -8,7 +8,7 @@ Promises:
   others train on; two of one group are killed: all ranks end with the error that names the newest checkpoint:
   `test_killed_ranks`
 - what is wrong in a job is noticed: `test_what_is_wrong_is_noticed`
-- a rank that goes through 40 worlds grows by less than 1 MiB in each, and by no thread and no open file:
+- a rank that goes through 50 worlds grows by less than 1 MiB in each, and by no thread and no open file:
   `test_a_rank_does_not_grow`
 - random orders come to each phase: `test_random_orders_come_to_each_phase`
 """

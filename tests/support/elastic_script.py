@@ -1,8 +1,8 @@
 """A script of ``flatparam.elastic`` for real processes. It prints what each step had; see tests/elastic/test_launch.py.
 
 Arguments: the number of steps, and faults as ``MEMBER:STEP:KIND``, where KIND is "kill", "raise", "stop" or "exit".
-They strike in torchrun's first start. ELASTIC_DEVICE: "cuda", "sim", or
-"sim:staged", whose collectives go through the host.
+They strike in torchrun's first start. The environment's ELASTIC_DEVICE: "cuda", "sim", or "sim:staged", whose
+collectives go through the host.
 """
 
 import functools
