@@ -58,7 +58,7 @@ def test_what_is_wrong_is_noticed(job):
     assert another == [f"step {step}: rank {rank} has the loss {loss + 1}, expected {loss}"]
     for steps in (
         [one for one in job.steps if one[0] != step],
-        [*job.steps, (step, 2, rank, epoch, begin, loss, member)],
+        [*job.steps, (step, size + 1, rank, epoch, begin, loss, member)],
     ):
         assert "was done by worlds of the sizes" in problems(steps=steps)[0]
     [(name, (of, then), params), *_] = job.saved
