@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import memory
 from flatparam import FullyShardedDataParallel, checkpoint
-from flatparam.fsdp.states.safetensors_files import bytes_of
+from flatparam.common.tensors import bytes_of
 
 WIDTH = 1024
 OURS, FSDP1, FSDP2, COPY = "flatparam", "FSDP1 + DCP", "FSDP2 + DCP", "plain write"

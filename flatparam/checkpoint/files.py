@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ..fsdp.states.safetensors_files import DTYPES, PACKED, bytes_of
+from ..common.tensors import bytes_of
+from ..fsdp.states.safetensors_files import DTYPES, PACKED
 from .errors import CheckpointError
 
 SUM_BYTES = 2**20  # each checksum covers so many bytes of a box

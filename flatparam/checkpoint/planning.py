@@ -16,10 +16,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.layout import Box
-from ..common.tensors import refuse_freed
+from ..common.tensors import bytes_of, refuse_freed
 from ..common.torch_private import TorchsFSDP
 from ..fsdp.names import bare_names
-from ..fsdp.states.safetensors_files import bytes_of
 from ..fsdp.unit.base import Wrapper
 from ..fsdp.unit.local_params import LocalParam, unit_paths, units_in
 from ..layer_zero._sums import Sum

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..common.dense import Dense
-from ..common.tensors import row_major
-from ..fsdp.states.safetensors_files import DTYPES, Entry, bytes_of, open_file
+from ..common.tensors import bytes_of, row_major
+from ..fsdp.states.safetensors_files import DTYPES, Entry, open_file
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk

@@ -43,7 +43,9 @@ def _is_deeper(value: Any, most: int) -> bool:
     for _ in range(most + 1):
         inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
         level = [item for items in inside for item in items]
-    return bool(level)
+        if not level:
+            return False
+    return True
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

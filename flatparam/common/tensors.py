@@ -5,6 +5,7 @@ plain tensors have a fallback here for subclasses, with torch's private function
 LayerZero use this module; it knows no flat parameter.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,6 +82,12 @@ def rounds(source: torch.dtype, dtype: torch.dtype) -> bool:
 def as_sent(tensor: Tensor) -> Tensor:
     """View a contiguous 1-D ``tensor`` for a collective: as uint8 if not every backend knows its dtype."""
     return tensor if has_gradients(tensor.dtype) else tensor.view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, borrowed: the caller keeps the tensor alive."""
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_uint8 * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import Part
 from ..checkpoint.planning import plan_save
-from ..fsdp.states.safetensors_files import bytes_of
+from ..common.tensors import bytes_of
 from .transport import Held, described
 
 _ALIGNED = 16

@@ -32,6 +32,7 @@ from ...common.collectives import (
     wait_in_thread,
 )
 from ...common.patches import FOR_GOOD, note
+from ...common.tensors import bytes_of
 from ..errors import OrderError, StoreGoneError
 from . import liveness, stores
 from .events import SetupCollective, encode
@@ -436,9 +437,8 @@ def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -
     except Exception as error:
         data = pickle.dumps((f"{type(error).__name__}: {error}", None))
     sizes = [int(size) for size in gather(torch.tensor([len(data)], device=device))]
-    padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
-    pairs = zip(sizes, gather(padded), strict=True)
-    found = [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
+    padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
+    found = [pickle.loads(bytes_of(other)) for other in (one.cpu() for one in gather(padded))]
     for rank, (problem, _) in zip(dist.get_process_group_ranks(group), found, strict=True):
         if problem is not None:
             raise ValueError(f"rank {rank} has a value that cannot be sent to other ranks: {problem}")

@@ -7,7 +7,6 @@ This knows no models and no ranks. Loads of safetensors and checkpoints call it.
 """
 
 import collections
-import ctypes
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.tensors import row_major, span_of
+from ...common.tensors import bytes_of, row_major, span_of
 from ..errors import FileError
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
@@ -45,12 +44,6 @@ _NEWER = {
     PACKED: "float4_e2m1fn_x2",
 }
 DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasattr(torch, dtype)}
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host, borrowed: the caller keeps the tensor alive."""
-    size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_uint8 * size).from_address(tensor.data_ptr())).cast("B")
 
 
 class Entry(NamedTuple):
