@@ -25,7 +25,13 @@ the original alone. A change takes no time in a step: it is made when its time b
 
 
 def page() -> str:
-    for module in ("flatparam._api", "flatparam.checkpoint", "flatparam.layer_zero", "flatparam.installing"):
+    for module in (
+        "flatparam._api",
+        "flatparam.checkpoint",
+        "flatparam.layer_zero",
+        "flatparam.installing",
+        "flatparam.elastic",
+    ):
         import_module(module)
     from flatparam.common.patches import TABLE
 

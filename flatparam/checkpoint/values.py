@@ -40,12 +40,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _is_deeper(value: Any, most: int) -> bool:
     """Whether lists and objects in ``value`` are nested deeper than ``most``."""
     level = [value]
-    for _ in range(most + 1):
+    while level and most >= 0:
         inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = [item for items in inside for item in items]
-        if not level:
-            return False
-    return True
+        level, most = [item for items in inside for item in items], most - 1
+    return bool(level)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

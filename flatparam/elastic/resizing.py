@@ -37,7 +37,7 @@ from ..fsdp.desync.unit_ids import UnitIds, assign
 from ..fsdp.errors import StateError
 from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed, place, world
 from ..fsdp.sharding.unit_description import describe_unit
-from ..fsdp.unit.base import Wrapper
+from ..fsdp.unit.base import Wrapper, wrappers_in
 from ..fsdp.unit.summon import refuse_unreduced
 from .transport import Held, Pieces, described, move
 
@@ -92,11 +92,8 @@ def check_model(model: nn.Module) -> None:
 
 def inner_sizes(model: nn.Module) -> list[int]:
     """Return for each unit the number of ranks that share its parameter."""
-    return [_inner_size(inner._placement) for inner in model.modules() if isinstance(inner, Wrapper)]
-
-
-def _inner_size(placement: Placement) -> int:
-    return 1 if placement.param is None else placement.param.size()
+    placements = [wrapper._placement for wrapper in wrappers_in(model)]
+    return [1 if one.param is None else one.param.size() for one in placements]
 
 
 def device_of(wrapper: Wrapper) -> torch.device | None:
@@ -106,13 +103,13 @@ def device_of(wrapper: Wrapper) -> torch.device | None:
 
 def devices_of(model: nn.Module) -> list[torch.device]:
     """Return the devices other than the CPU on which units of ``model`` compute, in order of their names."""
-    found = {device_of(inner) for inner in model.modules() if isinstance(inner, Wrapper)}
+    found = {device_of(wrapper) for wrapper in wrappers_in(model)}
     return sorted((one for one in found if one is not None and one.type != "cpu"), key=str)
 
 
 def leave(model: nn.Module) -> None:
     """Bind the units of ``model`` to no ranks, and drop their values. Not a collective call; also after a failure."""
-    for wrapper in (inner for inner in model.modules() if isinstance(inner, Wrapper)):
+    for wrapper in wrappers_in(model):
         wrapper._forget_interrupted()
         wrapper._unit.bind(Placement(), False)
         wrapper._placement = Placement()
@@ -147,7 +144,7 @@ class _Moving:
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: list[int]):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.wrappers = [inner for inner in model.modules() if isinstance(inner, Wrapper)]
+        self.wrappers = wrappers_in(model)
         self.plan, self.holds = SavePlan(), False
         self._undo: list[Callable[[], None]] = []
         self._numbers: dict[Wrapper, dict[UnitIds, int]] = {}
@@ -184,9 +181,9 @@ class _Moving:
             raise StateError(f"{_WHAT}: this rank holds shards of only a part of the model: {_WAY_OUT}")
         self.holds = True
         placements = [wrapper._placement for wrapper in self.wrappers]
-        inner = [_inner_size(one) for one in placements]
         over = {rank for one in placements for group in one.groups for rank in dist.get_process_group_ranks(group)}
-        return [said, [inner, sorted(over | {dist.get_rank()}), [one.shards * one.replicas for one in placements]]]
+        parts = [one.shards * one.replicas for one in placements]
+        return [said, [inner_sizes(self.model), sorted(over | {dist.get_rank()}), parts]]
 
     def plan_old(self, holders: list[int], extra: Any) -> None:
         """Plan the save of the shards here. ``holders``: the ranks that hold the model."""
@@ -207,20 +204,18 @@ class _Moving:
         check_idle(self.model, _WHAT)
         if not self.wrappers:
             raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")
+        refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
         for wrapper in self.wrappers:
             name = wrapper._unit.name
             if wrapper._placement.mesh is not None or wrapper._unit.options.extensions:
                 raise StateError(f"{_WHAT}: {name} is over a device mesh: {_WAY_OUT}")
             if not wrapper._unit.is_away and not is_placed(wrapper._strategy, wrapper._placement):
                 raise StateError(f"{_WHAT}: {name} has a placement of its own: {_WAY_OUT}")
-            for flat_param in wrapper._unit.flat_params:
-                if flat_param.is_deferred:
-                    raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
-        refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
-        for unit in (wrapper._unit for wrapper in self.wrappers):
-            if any(accumulated is not None for accumulated in unit.core.accumulated()):
+            if any(flat_param.is_deferred for flat_param in wrapper._unit.flat_params):
+                raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
+            if any(accumulated is not None for accumulated in wrapper._unit.core.accumulated()):
                 raise StateError(
-                    f"{_WHAT}: gradients of {unit.name} were added up in no_sync(): run the last micro-batch outside "
+                    f"{_WHAT}: gradients of {name} were added up in no_sync(): run the last micro-batch outside "
                     "of it first, or clear the gradients"
                 )
 
@@ -256,18 +251,16 @@ class _Moving:
             place(wrapper._strategy, mine).with_host(device_of(wrapper)) if mine else Placement()
             for wrapper, mine in zip(self.wrappers, groups, strict=True)
         ]
-        told: dict[int, Any] = {}
-        at: dict[int, int] = {}
         tables = {number: held.table for number, held in here.items()}
-        for rank, theirs in enumerate(gather_objects(SetupCollective.RESIZES, tables, world())):
-            told |= theirs
-            at |= dict.fromkeys(theirs, rank)
+        everyone = gather_objects(SetupCollective.RESIZES, tables, world())
+        told = {i: (table, rank) for rank, theirs in enumerate(everyone) for i, table in theirs.items()}
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
         try:
-            rendezvous.agree(lambda: self.bind([(told[i], at[i]) for i in sorted(told)], placements), lambda said: None)
+            rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], placements), lambda said: None)
             rendezvous.agree(self.compare_units, lambda said: None)
             problems: list[Exception] = []
-            sent = move(self.source, self.reads, parts, problems)
+            reads = [] if self.loading is None else self.loading.reads
+            sent = move(self.source, reads, parts, problems)
             rendezvous.agree(lambda: _raise_first(problems), lambda said: None, is_last=True)
             self.commit()
         except BaseException:
@@ -317,10 +310,6 @@ class _Moving:
             numbers = check_same_unit(said, list(groups), inner, dict, ("", "")).numbers
             for i, (wrapper, _) in enumerate(found):
                 self._numbers[wrapper] = {ids: ids.of_built() for ids in numbers} if i else numbers
-
-    @property
-    def reads(self) -> list[Any]:
-        return [] if self.loading is None else self.loading.reads
 
     def commit(self) -> None:
         """Finish the load, and drop the old shards."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,13 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.optimizers import labelled
 from ..checkpoint.progress import newest_of
 from ..common.collectives import backends_of
+from ..common.patches import Lifetime
 from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run, settle
 from ..fsdp.desync.events import SetupCollective
-from ..fsdp.desync.stores import Store, all_groups, forget_names, in_memory
+from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of, store_of_world
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
@@ -52,6 +54,8 @@ _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: 
 _ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
 _set_time_out = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in torch 2.15
 Build = Callable[[], tuple[nn.Module, Any]]
+_training = Lifetime("from the start of `flatparam.elastic` to the end of the process")
+_here = threading.local()
 
 
 class Session:
@@ -87,6 +91,8 @@ class Session:
         self._attempts = 0  # of _ATTEMPTS, since a state was committed
         self._inner: list[int] = []  # of ``inner_sizes``
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
+        _here.session = self
+        _training.hold(self)
 
     # Worlds
 
@@ -95,20 +101,31 @@ class Session:
         self.epoch = epoch = self.epochs.meet(epoch)
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size, hook = epoch.members.index(self.epochs.me), len(epoch.members), sys.excepthook
-        # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
-        most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
-        connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
-        dist.init_process_group(self._backend, store=store, rank=number, world_size=size, timeout=connecting)
+        store.set_timeout(self._time_out)
+        dist.init_process_group(self._backend, timeout=self._time_out, world_size=size, rank=number, store=store)
         if self._has_hook:
             sys.excepthook = hook
         self._has_hook = True
         groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
         for ranks in sorted(groups):  # all ranks make all groups
-            made = dist.new_group(list(ranks), timeout=connecting, backend="gloo")
+            made = dist.new_group(list(ranks), timeout=self._time_out, backend="gloo")
             self._group = made if number in ranks else self._group
-        for group in all_groups():
-            _set_time_out(self._time_out, group)
-        store.set_timeout(self._time_out)
+
+    def make_group(self, make: Callable[..., Any], ranks: Sequence[int], name: str, **settings: Any) -> Any:
+        """Return what ``make(**settings)`` of torch does: the group ``name`` of ``ranks``; none: the world.
+
+        ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
+        Raises: OrderError, RuntimeError if a rank is lost.
+        """
+        if ranks and dist.get_rank() in ranks:
+            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks)
+        # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
+        most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
+        connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
+        made = make(**settings | {"timeout": connecting})
+        if isinstance(made[0], dist.ProcessGroup):
+            _set_time_out(settings["timeout"], made[0])
+        return made
 
     def end_world(self) -> None:
         """Destroy the world, without a wait for ranks that are lost."""
@@ -331,6 +348,19 @@ class Session:
             generation.complete()
 
 
+@_training.replace("torch.distributed.distributed_c10d:_new_process_group_helper", test="tests/elastic/test_worlds.py")
+def _meeting_first(original: Any) -> Any:
+    """Let the ranks of a new process group meet before they connect: torch waits for a lost one until the time-out."""
+
+    def make(size: int, number: int, ranks: list[int], backend: str, store: Any, name: str, **settings: Any) -> Any:
+        here: Session | None = getattr(_here, "session", None)
+        make = functools.partial(original, size, number, ranks, backend, store, name)
+        is_alone = backend in WITHOUT_STORE or (ranks and store_of(world()) is None)
+        return make(**settings) if here is None or is_alone else here.make_group(make, ranks, name, **settings)
+
+    return make
+
+
 def _default_backend() -> str:
     """Return gloo, for control messages and copies in host memory, beside the accelerator's default, if there is one.
 
@@ -434,9 +464,6 @@ def _set_state(extra: Any, state: Any) -> None:
         extra.load_state_dict(state)
 
 
-_here = threading.local()
-
-
 def session() -> Session:
     """Return the session of this rank. Raises: StateError before ``start``."""
     found: Session | None = getattr(_here, "session", None)
@@ -450,7 +477,6 @@ def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
 
     If a rank is lost before the model is built on all, the others build it again.
     """
-    _here.session = found
     if not found.epochs.me.endswith(".0"):
         return found.ask_to_join(build)
     epoch = found.epochs.first(found.slots)

@@ -28,9 +28,9 @@ ROUND_BYTES = 2**24  # a rank sends another one at most so many bytes at once, o
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
 
-# Small tensors as bytes: a tensor takes 90 us to pickle and load
-Small = tuple[torch.dtype, tuple[int, ...], bytes]
-Table = tuple[dict[str, Any], list[Any], dict[tuple[str, int], Small]]
+# Bytes of small tensors, by file and number of the box: a tensor takes 90 us to pickle and load
+Small = dict[tuple[str, int], bytes]
+Table = tuple[dict[str, Any], list[Any], Small]
 
 
 class Held(NamedTuple):
@@ -56,7 +56,7 @@ def described(plan: SavePlan) -> Table:
             boxes.append((folder, part.key, chunk))
             if folder == RANKS or (folder == OPTIMIZER and part.key in small):
                 host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                sent[file, number] = host.dtype, tuple(host.shape), bytes(bytes_of(host))
+                sent[file, number] = bytes(bytes_of(host))
     return plan.told, boxes, sent
 
 
@@ -69,7 +69,7 @@ class Pieces(Source):
 
     def __init__(self, told: Sequence[tuple[Table, int]], me: int):
         self.index: Index = Index("", len(told), {})
-        self._small: dict[tuple[str, int], Small] = {}
+        self._small: Small = {}
         self.holder: dict[str, int] = {}
         replicas: dict[Any, list[Chunk]] = {}
         for (_, boxes, small), rank in told:
@@ -92,9 +92,8 @@ class Pieces(Source):
 
     def read(self, read: Read) -> None:
         """Read from a small tensor."""
-        dtype, shape, data = self._small[read.chunk.file, read.chunk.begin]
-        small = torch.empty(shape, dtype=dtype)
-        bytes_of(small)[:] = data
+        small = torch.empty(read.chunk.sizes, dtype=_dtype(read))
+        bytes_of(small)[:] = self._small[read.chunk.file, read.chunk.begin]
         read.out.copy_(box_of(small, read.begin, read.out.shape))
 
     def is_small(self, read: Read) -> bool:
@@ -132,7 +131,7 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
         wanted[me] = []
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
     everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world)
-    gives = [[_requested(parts, one) for one in asked[me]] for asked in everyone]
+    gives = [[box_of(parts[file][i].tensor, begin, shape) for file, i, begin, shape in asked[me]] for asked in everyone]
     given = [list(_rounds([(one.nbytes, one) for one in theirs])) for theirs in gives]
     taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
     counts = torch.tensor([max(len(one) for one in (*given, *taken))], device=via)
@@ -161,11 +160,6 @@ def _keeping(problems: list[Exception]) -> Iterator[None]:
         yield
     except Exception as problem:
         problems.append(problem)
-
-
-def _requested(parts: Mapping[str, list[Part]], request: Request) -> Tensor:
-    file, number, begin, shape = request
-    return box_of(parts[file][number].tensor, begin, shape)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

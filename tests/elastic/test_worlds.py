@@ -7,22 +7,27 @@ Promises:
   longer: `test_a_rank_that_is_lost_before_it_connects_is_missed_soon`
 - if it is killed as it connects, no other rank waits for it so long that it is taken for lost itself:
   `test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long`
+- a rank is killed, and the others make a process group with it: they raise an error within seconds, also if it was
+  killed as it connects; the group has the time-out that was asked for: `test_a_group_does_not_wait_for_a_lost_rank`
 - the world in which a new process builds its model leaves no hook: `test_a_process_that_asks_leaves_no_hook`
 """
 
 import datetime
 import functools
+import os
 import signal
 import sys
 import time
 
 import gloo
 import pytest
+import torch
 import torch.distributed as dist
 from killed_script import signal_in
 
 from flatparam.elastic.epochs import PATIENCE, Epoch, Epochs
 from flatparam.elastic.training import Session
+from flatparam.fsdp.desync import liveness
 from flatparam.fsdp.desync.stores import in_memory, store_of_world
 
 
@@ -73,15 +78,21 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
     mine.end_world()
 
 
-def connects():
-    """Rank 1 says where it listens, and is killed. Notes the seconds until the others' new world fails."""
+MEMBERS = ["0.0", "1.0", "2.0"]
+
+
+def session_of_rank():
     gloo.meet_in_a_server()
     store, rank = store_of_world(), dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    mine = Session(store, f"{rank}.0", 3, "parity", 1, datetime.timedelta(seconds=60))
-    members = ["0.0", "1.0", "2.0"]
-    for one in members:
+    return rank, Session(store, f"{rank}.0", 3, "parity", 1, datetime.timedelta(seconds=60))
+
+
+def connects():
+    """Rank 1 says where it listens, and is killed. Notes the seconds until the others' new world fails."""
+    rank, mine = session_of_rank()
+    for one in MEMBERS:
         mine.epochs._store.set(f"here/1/{one}", "")
     if rank == 1:
         signal_in(0.5, signal.SIGKILL)
@@ -89,12 +100,40 @@ def connects():
         time.sleep(1.0)
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
-        mine.make_world(Epoch(1, members))
+        mine.make_world(Epoch(1, MEMBERS))
     gloo.note(time.monotonic() - begin)
 
 
 @pytest.mark.multiprocess
 def test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long():
     ends = gloo.ends_of_ranks(connects, 3, environment={"FLATPARAM_HEARTBEAT": "4"})
+    assert ends[1][0] == -signal.SIGKILL
+    assert all(float(ends[rank][2]) < 4.0 + PATIENCE for rank in (0, 2)), ends
+
+
+def makes_a_group(comes):
+    """Rank 1 is killed, with ``comes`` as it connects. Notes the seconds until the others' group with it fails."""
+    rank, mine = session_of_rank()
+    mine.make_world(Epoch(0, MEMBERS))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=50))
+    assert group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=50)
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1 and comes:
+        liveness.wait_for_keys = die
+    elif rank == 1:
+        die()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        dist.new_group()
+    gloo.note(time.monotonic() - begin)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_group_does_not_wait_for_a_lost_rank(comes):
+    ends = gloo.ends_of_ranks(makes_a_group, 3, comes, environment={"FLATPARAM_HEARTBEAT": "4"})
     assert ends[1][0] == -signal.SIGKILL
     assert all(float(ends[rank][2]) < 4.0 + PATIENCE for rank in (0, 2)), ends

@@ -438,7 +438,7 @@ def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -
         data = pickle.dumps((f"{type(error).__name__}: {error}", None))
     sizes = [int(size) for size in gather(torch.tensor([len(data)], device=device))]
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
-    found = [pickle.loads(bytes_of(other)) for other in (one.cpu() for one in gather(padded))]
+    found = [pickle.loads(bytes_of(other)) for other in map(Tensor.cpu, gather(padded))]
     for rank, (problem, _) in zip(dist.get_process_group_ranks(group), found, strict=True):
         if problem is not None:
             raise ValueError(f"rank {rank} has a value that cannot be sent to other ranks: {problem}")

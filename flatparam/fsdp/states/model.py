@@ -28,7 +28,7 @@ from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..sharding.parameters import ParamInfo
 from ..sharding.unit_description import digest_of
-from ..unit.base import Wrapper
+from ..unit.base import Wrapper, wrappers_in
 from ..unit.local_params import LocalParam, UnitParam, local_params_of
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
@@ -197,8 +197,7 @@ def load_state_dict(wrapper: Wrapper, state_dict: Any, strict: bool = True, assi
     try:
         try:
             result = super(Wrapper, wrapper).load_state_dict(state_dict, strict=strict, assign=assign)
-            wrappers = [each for each in wrapper.modules() if isinstance(each, Wrapper)]
-            values = {name: value for each in wrappers for name, value in each._written.items()}
+            values = {name: value for each in wrappers_in(wrapper) for name, value in each._written.items()}
             values |= _checked_values(wrapper, state_dict, {unit for unit, _ in values.values()})
         except BaseException:
             _end_loadings(wrapper, keeps=False)

@@ -120,7 +120,7 @@ class Wrapper(RefusingMarkers, nn.Module):
 
         If ``module`` has no unit of ours, return the units of torch's class.
         """
-        found: list[Any] = [inner for inner in module.modules() if isinstance(inner, Wrapper)]
+        found: list[Any] = wrappers_in(module)
         if not found:
             found = [*TorchsFSDP.fsdp_modules(module, root_only)]
             return found
@@ -277,3 +277,8 @@ class Wrapper(RefusingMarkers, nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]
+
+
+def wrappers_in(module: nn.Module) -> list[Wrapper]:
+    """Return the wrappers in ``module``, itself included, depth first."""
+    return [inner for inner in module.modules() if isinstance(inner, Wrapper)]
