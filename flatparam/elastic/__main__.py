@@ -105,6 +105,8 @@ class _Slot:
         parent = os.getpid()
         self._stopped = math.inf
         self._child = os.fork()
+        with contextlib.suppress(OSError):  # in both, as either may be first: signals reach its own children with it
+            os.setpgid(self._child, 0)
         if self._child == 0:
             for number in _ENDING:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -124,7 +126,7 @@ class _Slot:
             code = self._status()
             if code is not None and code < 0:
                 return code, f"{member} was killed by {signal_name(-code)}"
-            if code == REPLACED:
+            if code == REPLACED and not self._watches:
                 return code, f"{member} was replaced"
             if code != 0 and (epoch := self._look(lambda: next(drops))):
                 self._end(signal.SIGTERM)
@@ -157,6 +159,8 @@ class _Slot:
             if not found:
                 return None
             if os.WIFEXITED(status) or os.WIFSIGNALED(status):
+                if os.WIFSIGNALED(status):
+                    self._signal(signal.SIGKILL)  # its data loaders: they hold the connections that the others wait for
                 self._child = 0
                 return os.waitstatus_to_exitcode(status)
             self._stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
@@ -169,13 +173,18 @@ class _Slot:
         runpy.run_path(self._argv[0], run_name="__main__")
         return 0
 
-    def _end(self, number: int) -> None:
-        """End the child by the signal ``number``, also if it is stopped; after a while by SIGKILL."""
-        end = time.monotonic() + _GRACE
+    def _signal(self, number: int) -> None:
+        """Send a signal to the child and to the processes that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child, number)
+
+    def _end(self, number: int, grace: float = _GRACE) -> None:
+        """End the child by the signal ``number``, also if it is stopped; after ``grace`` seconds by SIGKILL."""
+        end = time.monotonic() + grace
         with contextlib.suppress(ChildProcessError):  # ``_wait`` has just seen its end
             while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
                 if number:
-                    os.kill(self._child, number)
+                    self._signal(number)
                 number = 0 if time.monotonic() < end else signal.SIGKILL  # once: a handler of the script may take long
                 os.kill(self._child, signal.SIGCONT)
                 time.sleep(0.05)
@@ -183,7 +192,7 @@ class _Slot:
 
     def _pass_on(self, number: int, frame: object) -> None:
         """The job ends: end the child, and this process, by the same signal."""
-        self._end(number)
+        self._end(number, math.inf)  # torchrun ends this process, and the child with it, when its own time is over
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -13,6 +13,7 @@ The old shards stay in memory until the commit.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
         CheckpointError, StateError: on every rank, naming the rank and the unit or parameter. Model and optimizer are
             as before, unless a module's ``set_extra_state`` raises, which is called last.
     """
-    moving = _Moving(model, optimizer, list(ranks))
+    moving = _Moving(model, optimizer, [operator.index(rank) for rank in ranks])
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
     holders, inner = rendezvous.agree(moving.check, moving.compare)
     rendezvous.agree(lambda: moving.plan_old(holders, extra), lambda said: None)
@@ -86,8 +87,13 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 def check_model(model: nn.Module) -> None:
     """Raises: StateError for a model that cannot move to other ranks, naming the unit. No collective call."""
     moving = _Moving(model, None, [])
-    moving.check_units()
+    moving.check_units(_WHAT)
     moving.check_held(list(all_held(model)))
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Raises: StateError if units of ``model`` have gradients that are not reduced. No collective call."""
+    _Moving(model, None, []).check_units("elastic.steps")
 
 
 def inner_sizes(model: nn.Module) -> list[int]:
@@ -161,7 +167,7 @@ class _Moving:
             or not 0 <= self.ranks[0] <= self.ranks[-1] < everyone.size()
         ):
             raise CheckpointError(f"expected ascending ranks from 0 to {everyone.size() - 1}, got {self.ranks}")
-        self.check_units()
+        self.check_units(_WHAT)
         units = []
         for wrapper in self.wrappers:
             device = device_of(wrapper)
@@ -200,22 +206,22 @@ class _Moving:
         if given_by(self.model, held) is not None:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
 
-    def check_units(self) -> None:
-        check_idle(self.model, _WHAT)
+    def check_units(self, what: str) -> None:
+        check_idle(self.model, what)
         if not self.wrappers:
-            raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")
-        refuse_unreduced([wrapper._unit for wrapper in self.wrappers], _WHAT)
+            raise StateError(f"{what}: the model has no FullyShardedDataParallel")
+        refuse_unreduced([wrapper._unit for wrapper in self.wrappers], what)
         for wrapper in self.wrappers:
             name = wrapper._unit.name
             if wrapper._placement.mesh is not None or wrapper._unit.options.extensions:
-                raise StateError(f"{_WHAT}: {name} is over a device mesh: {_WAY_OUT}")
+                raise StateError(f"{what}: {name} is over a device mesh: {_WAY_OUT}")
             if not wrapper._unit.is_away and not is_placed(wrapper._strategy, wrapper._placement):
-                raise StateError(f"{_WHAT}: {name} has a placement of its own: {_WAY_OUT}")
+                raise StateError(f"{what}: {name} has a placement of its own: {_WAY_OUT}")
             if any(flat_param.is_deferred for flat_param in wrapper._unit.flat_params):
-                raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
+                raise StateError(f"{what}: {name} has parameters without values: load or initialize them first")
             if any(accumulated is not None for accumulated in wrapper._unit.core.accumulated()):
                 raise StateError(
-                    f"{_WHAT}: gradients of {name} were added up in no_sync(): run the last micro-batch outside "
+                    f"{what}: gradients of {name} were added up in no_sync(): run the last micro-batch outside "
                     "of it first, or clear the gradients"
                 )
 

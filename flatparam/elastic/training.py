@@ -41,11 +41,12 @@ from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names,
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
+from ..fsdp.unit.base import wrappers_in
 from ..fsdp.unit.unit import units_of
 from .epochs import PATIENCE, Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
 from .process import MEMBER
-from .resizing import check_model, devices_of, enter, inner_sizes, leave
+from .resizing import check_model, check_reduced, devices_of, enter, inner_sizes, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
 
@@ -110,6 +111,7 @@ class Session:
         for ranks in sorted(groups):  # all ranks make all groups
             made = dist.new_group(list(ranks), timeout=self._time_out, backend="gloo")
             self._group = made if number in ranks else self._group
+        liveness.enter()  # a rank that is slow in ``build`` answers from now on, and a stopped one is known
 
     def make_group(self, make: Callable[..., Any], ranks: Sequence[int], name: str, **settings: Any) -> Any:
         """Return what ``make(**settings)`` of torch does: the group ``name`` of ``ranks``; none: the world.
@@ -117,8 +119,8 @@ class Session:
         ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
         Raises: OrderError, RuntimeError if a rank is lost.
         """
-        if ranks and dist.get_rank() in ranks:
-            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks)
+        if self._group is not None and dist.get_rank() in ranks:  # else ``make_world``, where all have just met
+            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks, look=self._look)
         # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
         most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
         connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
@@ -126,6 +128,14 @@ class Session:
         if isinstance(made[0], dist.ProcessGroup):
             _set_time_out(settings["timeout"], made[0])
         return made
+
+    def _look(self, waited: float) -> None:
+        """Raises: OrderError if other ranks have left this epoch, or have not come out of ``make_world``."""
+        if self.epochs.after(self.epoch) is not None:
+            raise OrderError(f"elastic: other ranks have left epoch {self.epoch.number}")
+        board = liveness.board() if waited > (liveness.heartbeat() or math.inf) + PATIENCE else None
+        if board is not None and (absent := board.absent(range(dist.get_world_size()))):
+            raise OrderError(absent)
 
     def end_world(self) -> None:
         """Destroy the world, without a wait for ranks that are lost."""
@@ -183,6 +193,7 @@ class Session:
         number, size = dist.get_rank(), dist.get_world_size()
         self.complete()
         _check_communicators()
+        check_reduced(self.model)
         settle(part for unit in units_of(self.model.modules()) for part in unit.flat_params)
         devices = devices_of(self.model)
         extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}
@@ -296,7 +307,11 @@ class Session:
 
     def _bind(self, found: _Found) -> None:
         """Bind the model to the ranks of the world, with the state that was ``found``."""
-        extra = enter(self.model, self.optimizer, found.here, self._inner)
+        try:
+            extra = enter(self.model, self.optimizer, found.here, self._inner)
+        except CheckpointError as error:
+            hint = "; in a new process `build` must return the model and the optimizer as the others have them now"
+            raise CheckpointError(f"{error}{hint if self.epoch.asks else ''}") from error
         self.generations = [one for one in self.generations if one.key <= found.key][-2:]
         self.step = extra["step"]
         _set_random_states(devices_of(self.model), extra["rng"])
@@ -316,7 +331,8 @@ class Session:
             self.joins = None
 
     def steps(self, until: int) -> Iterator[int]:
-        yield from self._steps(until)
+        with contextlib.suppress(GeneratorExit):  # the script leaves the loop
+            yield from self._steps(until)
         self.epochs.leave()
 
     def _steps(self, until: int) -> Iterator[int]:
@@ -453,12 +469,19 @@ def _state_of(extra: Any) -> Any:
             "elastic.steps: expected `extra` to be an object with state_dict() and load_state_dict(), or a dict of "
             f"such objects, got {type(extra).__name__}"
         )
+    if isinstance(extra, nn.Module) and wrappers_in(extra):
+        raise ValueError(
+            f"elastic.steps: `extra` has a wrapped {type(extra).__name__}, and only the model of elastic.start moves "
+            "to other ranks: leave it out"
+        )
     return extra.state_dict()
 
 
 def _set_state(extra: Any, state: Any) -> None:
     if isinstance(extra, dict):
         for name, one in extra.items():
+            if name not in state:
+                raise StateError(f"elastic.steps: `extra` had no {name!r} at the last commit: give it to elastic.steps")
             _set_state(one, state[name])
     elif extra is not None:
         extra.load_state_dict(state)
@@ -468,7 +491,7 @@ def session() -> Session:
     """Return the session of this rank. Raises: StateError before ``start``."""
     found: Session | None = getattr(_here, "session", None)
     if found is None:
-        raise StateError("flatparam.elastic: call elastic.start(build) first")
+        raise StateError("flatparam.elastic: call elastic.start(build) first, in this thread")
     return found
 
 
@@ -565,9 +588,15 @@ def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]
     if not 0 < batch_size <= length:
         raise ValueError(f"elastic.samples: expected batch_size from 1 to {length}, got {batch_size}")
     epoch, number = divmod(step, length // batch_size)
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
-    found: list[int] = order[number * batch_size : (number + 1) * batch_size][rank() :: size()].tolist()
+    found: list[int] = _order(length, seed + epoch)[number * batch_size : (number + 1) * batch_size][
+        rank() :: size()
+    ].tolist()
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def _order(length: int, seed: int) -> torch.Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> Iterator[int]:
@@ -599,10 +628,16 @@ def survive() -> Iterator[None]:
 
 
 def rank() -> int:
-    """Return this process's rank now. It changes when ranks are lost or join."""
-    return dist.get_rank()
+    """Return this process's rank now. It changes when ranks are lost or join. Raises: StateError as ``size``."""
+    return dist.get_rank(_world_now())
 
 
 def size() -> int:
-    """Return the number of ranks now."""
-    return dist.get_world_size()
+    """Return the number of ranks now. Raises: StateError in a process that joins, before ``steps``."""
+    return dist.get_world_size(_world_now())
+
+
+def _world_now() -> Any:
+    if session().joins is not None:
+        raise StateError("flatparam.elastic: a process that joins has a rank from elastic.steps on: ask in the loop")
+    return dist.group.WORLD

@@ -9,6 +9,12 @@ Promises:
   `test_a_dropped_process_is_replaced`
 - so is one that has ended by an error after it was dropped: `test_a_dropped_process_that_fails_is_replaced`
 - a process that is ended gets one signal, and time for its handler: `test_a_handler_of_the_script_runs_once`
+- so does one that is ended with the whole job, for as long as torchrun gives it:
+  `test_the_end_of_the_job_leaves_a_handler_its_time`
+- the data loaders of a killed process end with it, as they hold its connections, for which others would wait:
+  `test_a_killed_process_takes_its_children_along`
+- a script that ends with the status of a replaced process ends the job, as any error does:
+  `test_the_status_of_a_replaced_process_is_not_enough`
 - a process that ends with status 0 ends the job, also if it has left the loop early:
   `test_a_process_that_ends_well_ends_the_job`
 - the launcher of a process that is killed after the loop has a status that is not 0:
@@ -19,9 +25,11 @@ Promises:
   0; one that goes on has the time that it needs: `test_the_end_of_the_job_ends_a_stopped_process`
 """
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,8 +38,10 @@ from flatparam.fsdp.desync.stores import in_memory
 
 
 def forked(body):
-    """Run ``body`` in a child, which ends with status 0 or with 1 after an exception. Returns: its number."""
+    """Run ``body`` in a child with its own process group, which ends with status 0, or 1 after an exception."""
     child = os.fork()
+    with contextlib.suppress(OSError):
+        os.setpgid(child, 0)
     if child == 0:
         status = 1
         try:
@@ -136,8 +146,8 @@ def test_a_dropped_process_that_fails_is_replaced(monkeypatch):
     assert slot._wait("2.0") == (launcher.REPLACED, "2.0 was replaced in epoch 1: 2.0 is silent")
 
 
-def test_a_handler_of_the_script_runs_once(tmp_path):
-    signals = tmp_path / "signals"
+def handling(signals):
+    """A training process whose handler of SIGTERM takes half a second, and notes in the file that it runs."""
 
     def handle():
         def at_end(number, frame):
@@ -154,8 +164,41 @@ def test_a_handler_of_the_script_runs_once(tmp_path):
     slot._child = forked(handle)
     while not signals.exists():
         time.sleep(0.01)
-    slot._end(signal.SIGTERM)
-    assert signals.read_text() == "x"
+    return slot
+
+
+def test_a_handler_of_the_script_runs_once(tmp_path):
+    handling(tmp_path / "signals")._end(signal.SIGTERM)
+    assert (tmp_path / "signals").read_text() == "x"
+
+
+def test_the_end_of_the_job_leaves_a_handler_its_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "_GRACE", 0.1)
+
+    def end():
+        handling(tmp_path / "signals")._pass_on(signal.SIGTERM, None)
+
+    begin = time.monotonic()
+    assert status_of(forked(end)) == -signal.SIGTERM
+    assert time.monotonic() - begin > 0.5
+    assert (tmp_path / "signals").read_text() == "x"
+
+
+def test_a_killed_process_takes_its_children_along(monkeypatch, tmp_path):
+    loads = tmp_path / "loads"
+
+    def die_with_a_loader():
+        loads.write_text(str(os.fork() or (time.sleep(60.0), os._exit(0))))
+        die()
+
+    assert status_of_run(monkeypatch, {}, [die_with_a_loader, lambda: end_with(7, 0.2)]) == 7
+    state = Path(f"/proc/{loads.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_status_of_a_replaced_process_is_not_enough(monkeypatch):
+    slot, _ = slot_with_child(monkeypatch, launcher.REPLACED)
+    assert slot._wait("2.0") == (launcher.REPLACED, "")
 
 
 def test_a_process_that_ends_well_ends_the_job(monkeypatch):

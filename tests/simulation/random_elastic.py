@@ -296,7 +296,7 @@ def _check(program, phase, run, logs):
     elif errors:
         assert len(errors) == 1, f"the ranks raise {errors}"
         assert not ended, f"some have ended well, others raise {errors}"
-        _check_lost(*errors.pop(), program, run, mine, logs)
+        _check_lost(*errors.pop(), program, struck, mine, logs)
     else:
         cut = [log.member for log in mine.values() if log.is_cut and (log.members or log.member.endswith(".0"))]
         assert not cut, f"{cut} had to be ended"
@@ -310,7 +310,7 @@ def _newest(mine):
     return max(((epoch, members) for log in mine.values() for epoch, members in log.members.items()), default=(0, []))
 
 
-def _check_lost(kind, text, program, run, mine, logs):
+def _check_lost(kind, text, program, struck, mine, logs):
     """Ranks may raise this error only if pieces of one group of ranks are lost on two of them."""
     whole = max((log.whole for log in mine.values() if log.whole), default=None)
     if kind == "StateError" and "all ranks were killed" in text:
@@ -322,8 +322,7 @@ def _check_lost(kind, text, program, run, mine, logs):
         return
     assert not is_at_start or whole[1] == 0, f"{text}, but step {whole[1]} is committed"
     members = next(log.members[whole[0]] for log in mine.values() if whole[0] in log.members)
-    lost = {logs[fault.rank].member for fault in run.struck if fault.kind in LOSES}
-    lost |= set(members) - set(_newest(mine)[1])
+    lost = {logs[rank].member for rank in struck} | set(members) - set(_newest(mine)[1])
     spoilt = lost | {log.member for log in logs if whole in log.harmed}
     redundancy = program["elastic"]["redundancy"]
     groups = [group_of(rank, len(members), redundancy) for rank in range(len(members))]
@@ -352,6 +351,7 @@ def _check_values(program, phase, mine, logs, ended):
         here = phase | {"size": len(names), "inner": dividing(phase["inner"], len(names))}
         states = [states[rank % len(states)] for rank in range(len(names))]
         generators = [torch.Generator().set_state(state) for state in states]
+        reference.buffers = reference.buffers[:1]  # all get those of the first rank
         reference.play(here | {"ops": []})
         for step in range(begin, end):
             events = reference.play(here | {"ops": steps[step]})

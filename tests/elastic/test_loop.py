@@ -1,0 +1,127 @@
+"""The loop of ``flatparam.elastic`` on one rank: calls that it cannot carry through a loss are refused by name.
+
+Promises:
+- gradients that no_sync() has added up over the end of a step are refused at the commit:
+  `test_a_step_ends_with_reduced_gradients`
+- ``extra`` with a wrapped model is refused at the start, and a name in it that came after the commit at the loss:
+  `test_extra_that_cannot_go_back_is_refused`
+- a process that joins is told that it has no rank before ``steps``; so is another thread that it has no session:
+  `test_a_rank_is_known_in_the_loop`
+- a rank that leaves the loop by ``break`` says so, as one does that comes to its end:
+  `test_a_break_ends_the_loop_like_its_end`
+- ``samples`` makes the permutation of an epoch once: `test_samples_of_an_epoch_are_ordered_once`
+- a model, or an optimizer, that differs in a new process is told with the function that makes it:
+  `test_a_state_that_does_not_fit_names_build`
+"""
+
+import datetime
+import threading
+
+import gloo
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import elastic
+from flatparam.checkpoint.errors import CheckpointError
+from flatparam.elastic import training
+from flatparam.elastic.epochs import Epoch
+from flatparam.fsdp.desync.stores import in_memory
+from flatparam.fsdp.errors import StateError
+from tests.elastic.test_worlds import session_of_rank
+
+
+@pytest.fixture
+def session():
+    return training.Session(in_memory(), "0.0", 2, "parity", 1, datetime.timedelta(seconds=60))
+
+
+def build():
+    model = FSDP(nn.Linear(4, 4))
+    return model, torch.optim.SGD(model.parameters())
+
+
+def leaves_gradients():
+    """Returns: the error of a step that ends in no_sync()."""
+    _, mine = session_of_rank()
+    mine.make_world(Epoch(0, ["0.0", "1.0"]))
+    mine.build(build)
+    try:
+        for _ in elastic.steps(mine.model, mine.optimizer, until=3):
+            with elastic.survive(), mine.model.no_sync():
+                mine.model(torch.ones(2, 4)).sum().backward()
+    except StateError as error:
+        return str(error)
+
+
+@pytest.mark.multiprocess
+def test_a_step_ends_with_reduced_gradients():
+    for _, told, _ in gloo.ends_of_ranks(leaves_gradients, 2):
+        assert told.startswith("elastic.steps: gradients of the unit of Linear come from no_sync() and are not reduced")
+
+
+def test_extra_that_cannot_go_back_is_refused(session):
+    with gloo.fake_world(2):
+        model, optimizer = build()
+        extra = {"mean": AveragedModel(model)}
+    with pytest.raises(ValueError, match="has a wrapped AveragedModel, and only the model of"):
+        elastic.steps(None, None, until=3, extra=extra)
+    extra = {"new": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    with pytest.raises(StateError, match="`extra` had no 'new' at the last commit"):
+        training._set_state(extra, {})
+
+
+def test_a_rank_is_known_in_the_loop(session):
+    with gloo.fake_world(2, rank=1):
+        assert (elastic.rank(), elastic.size()) == (1, 2)
+    session.joins = Epoch(1, ["0.0", "1.1"])
+    for ask in (elastic.rank, elastic.size):
+        with pytest.raises(StateError, match="a process that joins has a rank from"):
+            ask()
+    told = []
+
+    def ask_in_another_thread():
+        with pytest.raises(StateError) as raised:
+            elastic.rank()
+        told.append(str(raised.value))
+
+    thread = threading.Thread(target=ask_in_another_thread)
+    thread.start()
+    thread.join()
+    assert told == ["flatparam.elastic: call elastic.start(build) first, in this thread"]
+
+
+def test_a_break_ends_the_loop_like_its_end(session):
+    session._steps = lambda until: iter(range(until))
+    for step in elastic.steps(None, None, until=3):
+        assert not session.epochs.has_left()
+        if step == 1:
+            break
+    assert session.epochs.has_left()
+
+
+def test_samples_of_an_epoch_are_ordered_once(session, monkeypatch):
+    training._order.cache_clear()
+    expected = torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist()
+    calls, order = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *args, **options: calls.append(args) or order(*args, **options))
+    with gloo.fake_world(2):
+        assert [sample for step in range(5) for sample in elastic.samples(step, 2, 10, seed=3)] == expected[::2]
+        assert calls == [(10,)]
+        elastic.samples(5, 2, 10, seed=3)
+    assert len(calls) == 2
+
+
+def test_a_state_that_does_not_fit_names_build(session, monkeypatch):
+    def enter(*_):
+        raise CheckpointError("the optimizer has another group")
+
+    monkeypatch.setattr(training, "enter", enter)
+    found = training._Found((0, 0), {}, {}, [], {})
+    with pytest.raises(CheckpointError, match=r"another group$"):
+        session._bind(found)
+    session.epoch = Epoch(1, ["0.0"], asks=1)
+    with pytest.raises(CheckpointError, match="another group; in a new process `build` must return the model"):
+        session._bind(found)
