@@ -28,7 +28,7 @@ from flatparam import elastic
 from flatparam.common.redundancy import group_of
 from flatparam.elastic import training as product
 from flatparam.elastic.epochs import Epochs
-from flatparam.elastic.resizing import dividing
+from flatparam.elastic.resizing import dividing, inner_sizes
 from flatparam.fsdp.desync.stores import all_groups, store_of_world
 from flatparam.fsdp.errors import OrderError, StateError
 
@@ -64,6 +64,8 @@ class _Session(product.Session):
 class _Log:
     """What one simulated rank has seen. ``members``: by epoch; ``sources``: by epoch, the key of its first state.
 
+    ``inner``: by epoch, the size of the inner groups: the world of the first build may have been smaller than the job.
+
     ``steps``: (epoch, step) -> what it has computed there; ``whole``: the newest key of which all have all pieces;
     ``harmed``: keys of pieces here; ``end``: the error with which it ended, or "ends"; "": it was killed;
     ``is_cut``: by its launcher, when the job had ended.
@@ -72,6 +74,7 @@ class _Log:
     def __init__(self, member):
         self.member = member
         self.members, self.sources, self.steps, self.whole, self.harmed = {}, {}, {}, None, []
+        self.inner = {}
         self.is_born, self.begins = member.endswith(".0"), threading.Event()
         self.end, self.is_cut = "", False
 
@@ -190,6 +193,7 @@ def _look(session, log, is_grid):
     assert len(all_groups()) <= groups, "process groups of older epochs are left"
     assert len(kept) <= 3, "copies of older epochs are left"
     log.members[session.epoch.number] = session.epoch.members
+    log.inner[session.epoch.number] = inner_sizes(session.model)[0]
     if len(kept) > 1 and kept[-2].epoch == session.epoch:
         log.whole = kept[-2].key
 
@@ -332,9 +336,10 @@ def _check_lost(kind, text, program, struck, mine, logs):
 
 def _check_values(program, phase, mine, logs, ended):
     """Compare with the unsharded module, trained on the batches of the ranks that each step had in the end."""
-    sources, members = {}, {}
+    sources, members, inner = {}, {}, {}
     for log in logs:
         members |= log.members
+        inner |= log.inner
         for epoch, key in log.sources.items():
             assert sources.setdefault(epoch, key) == key, f"epoch {epoch} goes on from {key} and {sources[epoch]}"
     steps, (epoch, _) = steps_of(phase), _newest(mine)
@@ -348,7 +353,7 @@ def _check_values(program, phase, mine, logs, ended):
     begin, states = 0, [_seeded(name) for name in members.get(chain[0][0], [])]
     for epoch, end in chain:
         names = members.get(epoch, [])
-        here = phase | {"size": len(names), "inner": dividing(phase["inner"], len(names))}
+        here = phase | {"size": len(names), "inner": inner.get(epoch, 1)}
         states = [states[rank % len(states)] for rank in range(len(names))]
         generators = [torch.Generator().set_state(state) for state in states]
         reference.buffers = reference.buffers[:1]  # all get those of the first rank
