@@ -1,8 +1,10 @@
 """torch's AdamW, Adam and SGD, whose steps take pieces that lie side by side as one.
 
-Names, arguments, groups and states are those of torch's classes with ``fused=True``, which is the default here. A step
-calls torch's fused kernel once for each run: parameters of one group and one number of steps that lie side by side in
-memory, as do their gradients and states. So its bits are those of torch's fused step over flat tensors, the runs.
+Names, arguments, groups and states are those of torch's classes. ``fused=True`` is the default here, unless
+``foreach``, ``differentiable`` or the parameters' dtypes exclude it. A step calls torch's fused kernel once for each
+run: parameters of one group and one number of steps that lie side by side in memory, as do their gradients and states.
+So its bits are those of torch's fused step over flat tensors, the runs. Parameters that torch's fused kernel would step
+wrongly are stepped as torch does by default (``_C.runs`` finds them).
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from . import _C
+from .common.optimizers import is_half_on_host
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _ALL_MOMENTS = (*_MOMENTS, "max_exp_avg_sq")
@@ -32,42 +36,65 @@ def _runs(
         return None
     found_inf = getattr(optimizer, "found_inf", None)
     advance = 1.0 if found_inf is None else 1.0 - float(found_inf)
-    arguments = group["params"], optimizer.state, keys, keys[:1] == ("step",), advance
+    arguments = list(group["params"]), optimizer.state, keys, keys[:1] == ("step",), advance
     found = _C.runs(*arguments, True)
     if found is False:
         make_states()
         found = _C.runs(*arguments, True)
     if isinstance(found, list):
-        for params in found:
-            _pack(optimizer.state, params, keys)
+        for chain in found:
+            _pack(optimizer.state, chain, keys)
         found = _C.runs(*arguments, False)
     return found if isinstance(found, tuple) else None
 
 
 def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: Sequence[str]) -> None:
-    """Move the states of ``params`` into one tensor for each of ``keys``."""
-    packed: list[dict[str, Any]] = [{} for _ in params]
+    """Move the states of ``params`` into one tensor for each of ``keys``: one by one, so the old ones are freed."""
     for key in keys:
         values = [state[param][key] for param in params]
-        pieces = torch.cat([value.flatten() for value in values]).split([value.numel() for value in values])
-        for mine, value, piece in zip(packed, values, pieces, strict=True):
-            mine[key] = piece.view(value.shape)
-    for param, mine in zip(params, packed, strict=True):
-        state[param] = mine | {key: value for key, value in state[param].items() if key not in mine}
+        sizes, shapes = [value.numel() for value in values], [value.shape for value in values]
+        pieces = torch.cat([value.flatten() for value in values]).split(sizes)
+        del values
+        for param, piece, shape in zip(params, pieces, shapes, strict=True):
+            state[param][key] = piece.view(shape)
 
 
 class _Fused(torch.optim.Optimizer):
     """Before a class of torch's among the bases: ``fused=True`` is the default."""
 
-    def __init__(self, *args: Any, fused: bool = True, **settings: Any):
-        init: Any = super().__init__
-        init(*args, fused=fused, **settings)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and set its ``fused`` if it is open."""
+        super().add_param_group(param_group)
+        self._choose_fused()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the default in groups that come from an optimizer which left ``fused`` open, too."""
+        """Set ``fused`` in groups that come from an optimizer which left it open, too."""
         super().__setstate__(state)
+        self._choose_fused()
+
+    def _choose_fused(self) -> None:
         for group in self.param_groups:
-            group["fused"] = True if group["fused"] is None else group["fused"]
+            if group["fused"] is None:
+                excluded = group["foreach"] or group["differentiable"] or any(map(self._is_unfit, group["params"]))
+                group["fused"] = not excluded
+        # Only torch's fused kernels take a gradient scaler's settings.
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+
+    def _is_unfit(self, param: Tensor) -> bool:
+        """Return whether torch's fused kernel cannot step ``param``."""
+        return param.is_complex()
+
+    def _step_apart(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Step ``params`` as torch does by default, after what its fused kernels do for a gradient scaler."""
+        if not params or getattr(self, "found_inf", None):
+            return
+        scale: Any = getattr(self, "grad_scale", None)
+        for param in params if scale is not None else ():
+            param.grad.div_(scale)
+        self._step_default(group | {"params": params})
+
+    def _step_default(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 class Adam(_Fused, torch.optim.Adam):
@@ -80,10 +107,22 @@ class Adam(_Fused, torch.optim.Adam):
         found = _runs(self, group, keys, lambda: init_group(group, *([] for _ in lists)))
         if found is None:
             return bool(init_group(group, *lists))
+        *tensors, _, apart = found
         params, grads, averages, squares, most, steps = lists
-        for given, some in zip((params, grads, steps, averages, squares, most), found[:-1], strict=False):
+        for given, some in zip((params, grads, steps, averages, squares, most), tensors, strict=False):
             given += some
+        self._step_apart(group, apart)
         return False
+
+    def _step_default(self, group: dict[str, Any]) -> None:
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        init_group: Any = super()._init_group
+        has_complex = init_group(group, *lists)
+        names = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+        settings: dict[str, Any] = {name: group[name] for name in names}
+        settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "has_complex": has_complex}
+        call: Any = adam
+        call(*lists, **settings)
 
 
 class AdamW(Adam, torch.optim.AdamW):
@@ -93,52 +132,47 @@ class AdamW(Adam, torch.optim.AdamW):
 class SGD(_Fused, torch.optim.SGD):
     """torch.optim.SGD, whose step takes pieces that lie side by side as one."""
 
+    def _is_unfit(self, param: Tensor) -> bool:
+        return super()._is_unfit(param) or is_half_on_host(param)
+
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Step runs here: torch's step would keep their momentum as states of the runs. It finds nothing to do."""
         init_group: Any = super()._init_group
         has_momentum = group["momentum"] != 0
-        is_first = has_momentum and not any(_BUFFER in self.state.get(param, {}) for param in group["params"])
+        known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])
+        is_first = has_momentum and all(buffer is None for buffer in known)
         if is_first and getattr(self, "found_inf", None):
             return False  # the skipped step would leave uninitialized memory as momentum
         if getattr(self, "_need_device_dtype_check_for_fused", True):
             init_group(group, [], [], [])
-        keys = (_BUFFER,) if has_momentum and not is_first else ()
-        found = _runs(self, group, keys, lambda: None)
+        found = _runs(self, group, (_BUFFER,) if has_momentum and not is_first else (), lambda: None)
         if found is None:
-            return self._init_apart(group, *lists) if keys and group["fused"] else bool(init_group(group, *lists))
-        params, grads, *buffers, counts = found
+            return bool(init_group(group, *lists))
+        params, grads, *buffers, counts, apart = found
         momentum: list[Any] = buffers[0] if buffers else [None] * len(params) if has_momentum else []
-        self._step_fused(group, params, grads, momentum)
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        self._call(group, params, grads, momentum, fused=True, **scaling)
         if is_first:
-            stepped = iter([param for param in group["params"] if param.grad is not None])
+            others = set(apart)
+            stepped = iter([param for param in group["params"] if param.grad is not None and param not in others])
             for buffer, count in zip(momentum, counts, strict=True):
                 pieces = [next(stepped) for _ in range(count)]
                 views = [buffer] if count == 1 else buffer.split([param.numel() for param in pieces])
                 for param, view in zip(pieces, views, strict=True):
                     self.state[param][_BUFFER] = view.view(param.shape)
+        self._step_apart(group, apart)
         return False
 
-    def _init_apart(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Step parameters without momentum here, apart: torch's kernel takes it of all or of none."""
+    def _step_default(self, group: dict[str, Any]) -> None:
+        lists: list[list[Any]] = [[] for _ in range(3)]
+        params, _, momentum = lists
         init_group: Any = super()._init_group
-        is_new = {param: self.state.get(param, {}).get(_BUFFER) is None for param in group["params"]}
-        new = [param for param in group["params"] if param.grad is not None and is_new[param]]
-        if not new or torch.compiler.is_compiling():
-            return bool(init_group(group, *lists))
-        if getattr(self, "found_inf", None):
-            return False
-        for param in new:
-            self.state.pop(param, None)
-        apart: list[list[Any]] = [[] for _ in lists]
-        self._init_group(group | {"params": new}, *apart)
-        params, grads, momentum = apart
-        self._step_fused(group, params, grads, momentum)
-        for param, buffer in zip(params, momentum, strict=True):
+        init_group(group, *lists)
+        self._call(group, *lists)
+        for param, buffer in zip(params, momentum, strict=False):
             self.state[param][_BUFFER] = buffer
-        return self._init_group(group | {"params": [param for param in is_new if not is_new[param]]}, *lists)
 
-    def _step_fused(self, group: dict[str, Any], params: list[Any], grads: list[Any], momentum: list[Any]) -> None:
-        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
-        settings: dict[str, Any] = {name: group[name] for name in names}
-        settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        sgd(params, grads, momentum, **settings)
+    def _call(self, group: dict[str, Any], *tensors: list[Any], **more: Any) -> None:
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        call: Any = sgd
+        call(*tensors, **{name: group[name] for name in names}, **more)

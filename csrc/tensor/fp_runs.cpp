@@ -20,7 +20,8 @@ constexpr Py_ssize_t MOST_KEYS = 4; // the step and three states
 constexpr Py_ssize_t BLOCK = 64;
 constexpr int NEAR = 16; // entries of the state in which the next parameter is looked for
 
-// A parameter with a gradient. tensors: the parameter, its gradient, and a state for each key; borrowed.
+// A parameter with a gradient. tensors: the parameter, its gradient, and a state for each key, nullptr if it is missing;
+// borrowed.
 struct StepPiece {
     PyObject *param, *state;
     std::array<const at::Tensor *, 2 + MOST_KEYS> tensors;
@@ -38,6 +39,15 @@ bool
 is_plain_host(const at::Tensor &tensor)
 {
     return is_plain_tensor(tensor) && tensor.is_cpu() && tensor.is_contiguous();
+}
+
+// Whether the elements of tensor lie in memory in the order of those of param: torch's fused kernels go over both as they lie.
+bool
+is_laid_out_as(const at::Tensor &tensor, const at::Tensor &param)
+{
+    return tensor.layout() == at::kStrided && tensor.numel() == param.numel() &&
+           ((tensor.is_contiguous() && param.is_contiguous()) ||
+            (tensor.sizes() == param.sizes() && tensor.strides() == param.strides()));
 }
 
 // Whether tensor begins where before, which is_plain_host(), ends.
@@ -60,7 +70,10 @@ step_of(const at::Tensor &tensor)
 // Joins pieces to runs, and notes chains: pieces side by side with one step, whose states could lie side by side.
 class StepRuns {
   public:
-    StepRuns(size_t keys, bool steps, bool packs) : kinds_(2 + keys), steps_(steps), packs_(packs) {}
+    StepRuns(size_t keys, bool steps, bool packs, bool joins)
+        : kinds_(2 + keys), steps_(steps), packs_(packs), joins_(joins)
+    {
+    }
 
     void append(const StepPiece &piece);
     void end_chain();
@@ -70,19 +83,36 @@ class StepRuns {
     std::vector<std::vector<PyObject *>> chains; // the parameters of those whose states are scattered
 
   private:
+    bool is_for_kernel(const StepPiece &piece) const;
     bool is_packable(const StepPiece &piece) const;
     bool states_follow(const StepPiece &piece) const;
     bool has_last_step(const StepPiece &piece, bool follows_last);
 
     size_t kinds_;
-    bool steps_, packs_;
+    bool steps_, packs_, joins_;
     std::vector<StepRun> runs_;
+    std::vector<PyObject *> apart_;          // parameters that torch has to step as it does by default
     std::vector<const at::Tensor *> joined_; // the parameters of runs but the first of each
     StepPiece last_{};
     float *last_step_ = nullptr;
     std::vector<PyObject *> chain_;
     bool is_scattered_ = false;
 };
+
+// Whether torch's fused kernel steps piece right. Its SGD on the host leaves whole vectors of bf16 and fp16 as they are.
+bool
+StepRuns::is_for_kernel(const StepPiece &piece) const
+{
+    const at::Tensor &param = *piece.tensors[0];
+    const bool is_half = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+    bool fits = !(is_half && !steps_ && param.is_cpu()) && !param.is_complex() && param.layout() == at::kStrided &&
+                param.is_non_overlapping_and_dense();
+    for (size_t k = 1; fits && k < kinds_; k++) {
+        const bool is_step = steps_ && k == 2;
+        fits = is_step || (piece.tensors[k] != nullptr && is_laid_out_as(*piece.tensors[k], param));
+    }
+    return fits;
+}
 
 // Whether the states of piece may move into one tensor with others.
 bool
@@ -137,10 +167,16 @@ void
 StepRuns::append(const StepPiece &piece)
 {
     const at::Tensor &param = *piece.tensors[0], &grad = *piece.tensors[1];
+    const bool is_whole = kinds_ == 2 || piece.tensors[2] != nullptr;
     // What holds for the first piece of a chain holds for those whose tensors follow its tensors.
-    const bool is_beside = !chain_.empty() && param.numel() > 0 && follows(param, *last_.tensors[0]) &&
-                           (chain_.size() > 1 || is_packable(last_));
+    const bool is_beside = joins_ && is_whole && !chain_.empty() && param.numel() > 0 &&
+                           follows(param, *last_.tensors[0]) && (chain_.size() > 1 || is_packable(last_));
     const bool follows_last = is_beside && states_follow(piece);
+    const bool all_follow = follows_last && grad.numel() == param.numel() && follows(grad, *last_.tensors[1]);
+    if (!all_follow && !is_for_kernel(piece)) {
+        apart_.push_back(piece.param);
+        return;
+    }
     const bool is_chained =
         (follows_last || (is_beside && packs_ && is_packable(piece))) && has_last_step(piece, follows_last);
     if (!is_chained) {
@@ -148,8 +184,7 @@ StepRuns::append(const StepPiece &piece)
     }
     chain_.push_back(piece.param);
     is_scattered_ = is_scattered_ || (is_chained && !follows_last);
-    if (is_chained && follows_last && grad.numel() == param.numel() && follows(grad, *last_.tensors[1]) &&
-        (runs_.back().count > 1 || is_plain_host(grad))) {
+    if (is_chained && all_follow && (runs_.back().count > 1 || is_plain_host(grad))) {
         runs_.back().numel += param.numel();
         runs_.back().count++;
         joined_.push_back(&param);
@@ -181,9 +216,20 @@ new_list(size_t n)
 }
 
 PyObject *
+new_list(const std::vector<PyObject *> &items)
+{
+    PyObject *const list = new_list(items.size());
+    for (size_t i = 0; i < items.size(); i++) {
+        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), Py_NewRef(items[i]));
+    }
+    return list;
+}
+
+PyObject *
 StepRuns::lists(double advance) const
 {
-    THPObjectPtr out(PyTuple_New(static_cast<Py_ssize_t>(kinds_) + 1));
+    THPObjectPtr out(PyTuple_New(static_cast<Py_ssize_t>(kinds_) + 2));
+    PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_) + 1, new_list(apart_));
     PyObject *const counts = new_list(runs_.size());
     PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_), counts);
     for (size_t k = 0; k < kinds_; k++) {
@@ -214,11 +260,7 @@ StepRuns::scattered() const
 {
     THPObjectPtr out(new_list(chains.size()));
     for (size_t i = 0; i < chains.size(); i++) {
-        PyObject *const chain = new_list(chains[i].size());
-        PyList_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i), chain);
-        for (size_t j = 0; j < chains[i].size(); j++) {
-            PyList_SET_ITEM(chain, static_cast<Py_ssize_t>(j), Py_NewRef(chains[i][j]));
-        }
+        PyList_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i), new_list(chains[i]));
     }
     return out.release();
 }
@@ -226,7 +268,10 @@ StepRuns::scattered() const
 // Finds the tensors of parameters.
 class StepStates {
   public:
-    StepStates(PyObject *state, PyObject *keys) : state_(state), keys_(keys), n_keys_(PyTuple_GET_SIZE(keys)) {}
+    StepStates(PyObject *state, PyObject *keys, bool steps)
+        : state_(state), keys_(keys), n_keys_(PyTuple_GET_SIZE(keys)), steps_(steps)
+    {
+    }
 
     Search find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BLOCK> *pieces, size_t *found);
 
@@ -236,6 +281,7 @@ class StepStates {
 
     PyObject *state_, *keys_;
     Py_ssize_t n_keys_, cursor_ = 0;
+    bool steps_;
     PyObject *next_ = nullptr, *next_state_ = nullptr; // the entry of state_ before the cursor
 };
 
@@ -266,7 +312,7 @@ StepStates::read(StepPiece *piece) const
         if (!PyDict_Next(piece->state, &cursor, &name, &value) || name != key) {
             value = PyDict_GetItemWithError(piece->state, key);
         }
-        if (value == nullptr) {
+        if (value == nullptr || value == Py_None) {
             return PyErr_Occurred() ? Search::failed : Search::missing;
         }
         if (!is_tensor(value)) {
@@ -297,13 +343,17 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
     for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
         StepPiece &piece = (*pieces)[i];
         piece.state = of(piece.param);
-        if (piece.state == nullptr || !PyDict_Check(piece.state)) {
-            return PyErr_Occurred() ? Search::failed : piece.state == nullptr ? Search::missing : Search::not_ours;
+        if (piece.state == nullptr ? PyErr_Occurred() != nullptr : !PyDict_Check(piece.state)) {
+            return piece.state == nullptr ? Search::failed : Search::not_ours;
         }
     }
     for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
-        const Search result = read(&(*pieces)[i]);
-        if (result != Search::all) {
+        StepPiece &piece = (*pieces)[i];
+        const Search result = piece.state == nullptr ? Search::missing : read(&piece);
+        if (result == Search::missing && !steps_) {
+            piece.tensors[2] = nullptr;
+        }
+        else if (result != Search::all) {
             return result;
         }
     }
@@ -322,11 +372,9 @@ fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, doubl
                          Py_TYPE(state)->tp_name, " and ", Py_TYPE(keys)->tp_name);
         TORCH_CHECK_VALUE(PyTuple_GET_SIZE(keys) <= fp::MOST_KEYS, "expected at most ", fp::MOST_KEYS, " keys, got ",
                           PyTuple_GET_SIZE(keys));
-        if (fp_torch_modes_active()) {
-            return Py_NewRef(Py_None);
-        }
-        fp::StepStates states(state, keys);
-        fp::StepRuns runs(static_cast<size_t>(PyTuple_GET_SIZE(keys)), steps != 0, packs != 0);
+        fp::StepStates states(state, keys, steps != 0);
+        const bool joins = !fp_torch_modes_active();
+        fp::StepRuns runs(static_cast<size_t>(PyTuple_GET_SIZE(keys)), steps != 0, packs != 0, joins);
         std::array<fp::StepPiece, fp::BLOCK> pieces;
         for (Py_ssize_t begin = 0; begin < PyList_GET_SIZE(params); begin += fp::BLOCK) {
             size_t m = 0;
@@ -337,8 +385,7 @@ fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, doubl
                                                    : Py_NewRef(found == fp::Search::missing ? Py_False : Py_None);
             }
             for (size_t i = 0; i < m; i++) {
-                const at::Tensor &param = *pieces[i].tensors[0];
-                if (param.is_complex() || pieces[i].tensors[1]->layout() != at::kStrided) {
+                if (pieces[i].tensors[1]->layout() != at::kStrided) {
                     return Py_NewRef(Py_None);
                 }
                 runs.append(pieces[i]);

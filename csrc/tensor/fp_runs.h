@@ -11,12 +11,15 @@ FP_BEGIN_C
  * parameter that differs in any of it begins another run. It keeps nothing between calls, so nothing can be out of date.
  *
  * params: a list; state: the optimizer's, param -> dict; keys: a tuple of the states' names; steps: whether the first of them
- * is the number of the step. A run's other steps than the first grow by advance; torch counts the first.
- * Returns a new tuple (params, grads, one list for each key, counts), with a 1-D tensor for each run of several parameters, and
- * the given tensor for one alone; counts: how many parameters each has.
- * None: torch has to step (a mode is on, or a tensor is sparse or complex). False: a state is missing. With packs, a list of
- * lists of parameters: these lie side by side and have one step, but their states are scattered. After these three, nothing
- * has changed. */
+ * is the number of the step, as Adam has it; without, they are SGD's. A run's other steps than the first grow by advance; torch
+ * counts the first.
+ * Returns a new tuple (params, grads, one list for each key, counts, apart), with a 1-D tensor for each run of several
+ * parameters, and the given tensor for one alone; counts: how many parameters each has. While one of torch's modes is on, each
+ * run has one. apart: the parameters that torch's fused kernel would step wrongly or refuse: complex ones, those whose gradient
+ * or state lies in memory in another order, SGD's of bf16 and fp16 on the host, and SGD's without momentum yet.
+ * None: torch has to step (a gradient is sparse, or a state is no tensor). False: a state of Adam is missing. With packs,
+ * a list of lists of parameters: these lie side by side and have one step, but their states are scattered. After these three,
+ * nothing has changed. */
 PyObject *fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, double advance, int packs);
 
 FP_END_C

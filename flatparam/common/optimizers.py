@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import SGD
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -139,6 +141,11 @@ def _look(optimizer: Optimizer) -> _Known:
     return _known[optimizer]
 
 
+def is_half_on_host(param: Tensor) -> bool:
+    """Return whether torch's fused SGD leaves ``param`` as it is, but for the elements after the last whole vector."""
+    return param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
+
+
 def _advise_fused(optimizer: Optimizer) -> None:
     """Warn where ``optimizer`` has a fused step and steps many parameters on the host one by one.
 
@@ -151,6 +158,7 @@ def _advise_fused(optimizer: Optimizer) -> None:
         for group in loops
         if not group.get("differentiable")
         for param in group["params"]
+        if not (isinstance(optimizer, SGD) and is_half_on_host(param))
     )
     if count >= _MANY:
         name = type(optimizer).__name__

@@ -8,8 +8,9 @@ Promises:
   name at the first step after the load, also where Python reuses the address of states that were checked; a converted
   state, and other classes of optimizers, are not:
   `test_a_state_that_was_not_converted_is_refused`
-- an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``:
-  `test_a_slow_loop_is_told_of_the_fused_step`
+- an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``, but
+  not SGD of bf16 and fp16, which torch's fused step does not change: `test_a_slow_loop_is_told_of_the_fused_step`,
+  `test_sgd_of_half_precision_is_not_told_of_the_fused_step`
 """
 
 import gc
@@ -170,6 +171,17 @@ def test_a_slow_loop_is_told_of_the_fused_step(settings, told, count):
     texts = [str(each.message) for each in found if "fused=True" in str(each.message)]
     assert len(texts) == (told and count == 1000)
     assert all("AdamW steps 1,000 parameters on the host" in text for text in texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_sgd_of_half_precision_is_not_told_of_the_fused_step(name, dtype):
+    with fake_world(1), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = FSDP(nn.ParameterList(torch.ones(3, dtype=dtype) for _ in range(1000)), use_orig_params=True)
+        getattr(torch.optim, name)(model.parameters()).step()
+    told = any("fused=True" in str(each.message) for each in found)
+    assert told == (name == "AdamW" or dtype == torch.float32)
 
 
 class OfTheWhole(torch.optim.SGD):

@@ -16,6 +16,8 @@ Promises:
   `test_clipping_by_the_norm_of_whole_gradients`
 - Ctrl-C ends a wait for an exchange, which goes on with the next step; a rank that dies before it is named:
   `test_an_interrupted_exchange_adds_nothing`, `test_a_rank_that_is_lost_is_named`
+- the optimizer that docs/equality.md shows is one of those here; fused ones do not keep the bits where lengths differ:
+  `test_the_page_shows_an_optimizer_that_keeps_the_promise`, `test_fused_steps_depend_on_the_length_of_pieces`
 - what would break the order is refused by name, on all ranks: `test_what_has_no_order_is_refused`,
   `test_ranks_with_different_settings_are_told_of_the_setting`
 """
@@ -23,6 +25,8 @@ Promises:
 import functools
 import itertools
 import os
+import pathlib
+import re
 import signal
 import time
 
@@ -36,7 +40,7 @@ from test_fsdp_reductions import Sent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatparam import CPUOffload, MixedPrecision, ShardingStrategy, elastic
+from flatparam import CPUOffload, MixedPrecision, ShardingStrategy, elastic, optim
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp import OrderError
 
@@ -176,6 +180,30 @@ def test_any_number_of_ranks_trains_as_one(ranks):
     for of_rank in simulate_ranks(all_of_them, ranks):
         for (_, kind, _), found in of_rank.items():
             assert_same(found, wanted[kind])
+
+
+def test_the_page_shows_an_optimizer_that_keeps_the_promise():
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "equality.md").read_text().split("## Any number of ranks")[1]
+    (shown,) = re.findall("^optimizer = (.*)$", page, flags=re.MULTILINE)
+    optimizer, tested = eval(shown, {"torch": torch, "model": make()}), OPTIMIZERS["AdamW"](make().parameters())
+    assert type(optimizer) is type(tested)
+    assert optimizer.defaults == tested.defaults
+
+
+@pytest.mark.parametrize("make_one", [functools.partial(torch.optim.AdamW, fused=True), optim.AdamW, torch.optim.AdamW])
+def test_fused_steps_depend_on_the_length_of_pieces(make_one):
+    """As the page says; without ``fused=True`` they do not."""
+    values = torch.randn(2, 15 * 500, generator=torch.Generator().manual_seed(0))
+    found = []
+    for cut in (1, 15):
+        params = [nn.Parameter(piece.clone()) for piece in values[0].split(15 * 500 // cut)]
+        optimizer = make_one(params, lr=0.01)
+        for _ in range(3):
+            for param, grad in zip(params, values[1].split(15 * 500 // cut), strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        found.append(torch.cat([param.detach() for param in params]))
+    assert torch.equal(*found) == (make_one is torch.optim.AdamW)
 
 
 def on_gloo():
