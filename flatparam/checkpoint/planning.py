@@ -19,7 +19,7 @@ from ..common.layout import Box
 from ..common.tensors import bytes_of, refuse_freed
 from ..common.torch_private import TorchsFSDP
 from ..fsdp.names import bare_names
-from ..fsdp.unit.base import Wrapper
+from ..fsdp.unit.base import Wrapper, wrappers_in
 from ..fsdp.unit.local_params import LocalParam, unit_paths, units_in
 from ..layer_zero._sums import Sum
 from .base import description, is_trained, sums_of_samples
@@ -293,7 +293,7 @@ def digest(values: Mapping[Any, Any]) -> str:
 
 def describe_units(module: nn.Module) -> list[dict[str, Any]]:
     """Describe how each unit is sharded, for the index. ``ranks``: global ranks in the order of their shards."""
-    strategies = {id(w._unit): w.sharding_strategy.name for w in module.modules() if isinstance(w, Wrapper)}
+    strategies = {id(w._unit): w.sharding_strategy.name for w in wrappers_in(module)}
     found, bare = [], bare_names(module)
     for path, unit in units_in(module):
         placement = unit.options.placement

@@ -87,19 +87,26 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 def check_model(model: nn.Module) -> None:
     """Raises: StateError for a model that cannot move to other ranks, naming the unit. No collective call."""
     moving = _Moving(model, None, [])
-    moving.check_units(_WHAT)
+    moving.check_units()
     moving.check_held(list(all_held(model)))
 
 
-def check_reduced(model: nn.Module) -> None:
-    """Raises: StateError if units of ``model`` have gradients that are not reduced. No collective call."""
-    _Moving(model, None, []).check_units("elastic.steps")
+def check_reduced(model: nn.Module, what: str) -> None:
+    """Raises: StateError, naming the call ``what``, if gradients of units are not reduced. No collective call."""
+    units = [wrapper._unit for wrapper in wrappers_in(model)]
+    refuse_unreduced(units, what)
+    for unit in units:
+        if any(accumulated is not None for accumulated in unit.core.accumulated()):
+            raise StateError(
+                f"{what}: gradients of {unit.name} were added up in no_sync(): run the last micro-batch outside "
+                "of it first, or clear the gradients"
+            )
 
 
 def inner_sizes(model: nn.Module) -> list[int]:
     """Return for each unit the number of ranks that share its parameter."""
-    placements = [wrapper._placement for wrapper in wrappers_in(model)]
-    return [1 if one.param is None else one.param.size() for one in placements]
+    groups = (wrapper._placement.param for wrapper in wrappers_in(model))
+    return [1 if group is None else group.size() for group in groups]
 
 
 def device_of(wrapper: Wrapper) -> torch.device | None:
@@ -167,7 +174,7 @@ class _Moving:
             or not 0 <= self.ranks[0] <= self.ranks[-1] < everyone.size()
         ):
             raise CheckpointError(f"expected ascending ranks from 0 to {everyone.size() - 1}, got {self.ranks}")
-        self.check_units(_WHAT)
+        self.check_units()
         units = []
         for wrapper in self.wrappers:
             device = device_of(wrapper)
@@ -178,8 +185,7 @@ class _Moving:
                     f"{dist.get_backend_config(everyone)}"
                 )
             units.append(f"{wrapper._strategy.name} on {None if device is None else device.type}")
-        labels = None if self.optimizer is None else list(labelled(self.optimizer))
-        said = [self.ranks, labels, units]
+        said = [self.ranks, None if self.optimizer is None else list(labelled(self.optimizer)), units]
         aways = {wrapper._unit.is_away for wrapper in self.wrappers}
         if aways == {True}:
             return [said, None]
@@ -206,24 +212,19 @@ class _Moving:
         if given_by(self.model, held) is not None:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
 
-    def check_units(self, what: str) -> None:
-        check_idle(self.model, what)
+    def check_units(self) -> None:
+        check_idle(self.model, _WHAT)
         if not self.wrappers:
-            raise StateError(f"{what}: the model has no FullyShardedDataParallel")
-        refuse_unreduced([wrapper._unit for wrapper in self.wrappers], what)
+            raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")
+        check_reduced(self.model, _WHAT)
         for wrapper in self.wrappers:
             name = wrapper._unit.name
             if wrapper._placement.mesh is not None or wrapper._unit.options.extensions:
-                raise StateError(f"{what}: {name} is over a device mesh: {_WAY_OUT}")
+                raise StateError(f"{_WHAT}: {name} is over a device mesh: {_WAY_OUT}")
             if not wrapper._unit.is_away and not is_placed(wrapper._strategy, wrapper._placement):
-                raise StateError(f"{what}: {name} has a placement of its own: {_WAY_OUT}")
+                raise StateError(f"{_WHAT}: {name} has a placement of its own: {_WAY_OUT}")
             if any(flat_param.is_deferred for flat_param in wrapper._unit.flat_params):
-                raise StateError(f"{what}: {name} has parameters without values: load or initialize them first")
-            if any(accumulated is not None for accumulated in wrapper._unit.core.accumulated()):
-                raise StateError(
-                    f"{what}: gradients of {name} were added up in no_sync(): run the last micro-batch outside "
-                    "of it first, or clear the gradients"
-                )
+                raise StateError(f"{_WHAT}: {name} has parameters without values: load or initialize them first")
 
     def compare(self, said: list[Any]) -> list[Any]:
         """On the first rank: compare all ranks. Returns: ranks that hold the model; size of each unit's inner group."""

@@ -193,7 +193,7 @@ class Session:
         number, size = dist.get_rank(), dist.get_world_size()
         self.complete()
         _check_communicators()
-        check_reduced(self.model)
+        check_reduced(self.model, "elastic.steps")
         settle(part for unit in units_of(self.model.modules()) for part in unit.flat_params)
         devices = devices_of(self.model)
         extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}

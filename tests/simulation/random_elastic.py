@@ -46,7 +46,6 @@ LIMIT = 900.0  # virtual seconds of a run
 NO_STATE = product._NOT_COMMITTED
 LOST = "start again from the newest checkpoint"
 MAY_RAISE = {"Replaced", "OrderError", "CheckpointError", "StateError", "UserError"}  # a rank that a fault has struck
-LOSES = ("is killed", "is stopped")
 
 
 class _Session(product.Session):

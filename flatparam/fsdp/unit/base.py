@@ -122,8 +122,7 @@ class Wrapper(RefusingMarkers, nn.Module):
         """
         found: list[Any] = wrappers_in(module)
         if not found:
-            found = [*TorchsFSDP.fsdp_modules(module, root_only)]
-            return found
+            return [*TorchsFSDP.fsdp_modules(module, root_only)]
         return [inner for inner in found if inner._outermost() is inner] if root_only else found
 
     def _units_below(self) -> list[tuple[str, Unit]]:
