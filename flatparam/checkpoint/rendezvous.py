@@ -78,7 +78,7 @@ class Rendezvous:
         """Call ``work``, then on the first rank ``decide`` with all ranks' results; return its result on every rank.
 
         All ranks call it. All results are values for JSON. If ``work`` raises on a rank, ``decide`` is not called.
-        ``is_last``: the first rank waits until all have read, as its process may end and the store with it.
+        ``is_last``: the first rank waits until all that live have read, as its process may end and the store with it.
         Raises: on every rank: the rank's own error, as it is or as a CheckpointError; else a CheckpointError with the
         first rank's error.
         """
@@ -111,13 +111,13 @@ class Rendezvous:
     ) -> tuple[list[Any], BaseException | None]:
         """Return ``([reason of a failure or None, result], the first rank's own exception or None)``."""
         self._round += 1
-        store, own, verdict = self._store, f"{self._round}/{self._me}", f"{self._round}/all"
+        store, own = self._store, f"{self._round}/{self._me}"
+        verdict, readers = f"{self._round}/all", f"{self._round}/readers"
         if store is not None:
             store.set(own, json.dumps(mine))
         if store is not None and not self.is_first:
             self._wait_for(store, [verdict], self.ranks[:1])
             answer = json.loads(store.values_at([verdict])[0])
-            readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
                 store.delete(readers)
                 store.delete(verdict)
@@ -142,11 +142,17 @@ class Rendezvous:
             for key in keys:
                 store.delete(key)
             if is_last or answer[0] is not None:  # this process may end after this, and the store with it
-                liveness.wait_until(lambda: not store.check([verdict]))
+                liveness.wait_until(lambda: self._have_read(store, verdict, readers))
         try:
             return answer, failed
         finally:
             failed = None  # its traceback holds this frame
+
+    def _have_read(self, store: Store, verdict: str, readers: str) -> bool:
+        """Whether all other ranks that live have read ``verdict``, which the last of all deletes."""
+        board = liveness.board()
+        dead = 0 if board is None else board.count_dead(self.ranks[1:])
+        return not store.check([verdict]) or int(store.value_at(readers) or 0) >= self.size - 1 - dead
 
     def _wait_for(self, store: Store, keys: list[str], ranks: list[int]) -> None:
         """Wait for ``keys``. Raises: OrderError, with the text that ranks raise meanwhile in a collective."""

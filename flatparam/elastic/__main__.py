@@ -32,9 +32,10 @@ from .process import MEMBER, REPLACED, signal_name
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for the training process to end after a signal
+_MOST_GRACE = 25.0  # seconds if the job ends: torchrun kills this process after 30, and nobody the script's own then
 _LOOKING = 1.0  # seconds from one look at the epochs to the next
-_CHANGES = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_CHANGES = os.WNOHANG | os.WSTOPPED | os.WCONTINUED
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,7 +94,8 @@ class _Slot:
             status, why = self._wait(member)
             if not why:
                 return status
-            if status < 0 and self._epochs(member).has_left():
+            is_dropped = self._look(self._drops(member).__next__)
+            if status < 0 and not is_dropped and self._epochs(member).has_left():
                 return 128 - status  # what the script does after the loop is not done
             print(f"flatparam.elastic: {why}", file=sys.stderr, flush=True)
             self._epochs(member).end(member, why)
@@ -154,16 +156,18 @@ class _Slot:
 
     def _status(self) -> int | None:
         """Return the exit status of the child; None while it runs. Notes when it was stopped."""
-        while True:
-            found, status = os.waitpid(self._child, _CHANGES)
-            if not found:
-                return None
-            if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-                if os.WIFSIGNALED(status):
-                    self._signal(signal.SIGKILL)  # its data loaders: they hold the connections that the others wait for
+        while found := os.waitid(os.P_PID, self._child, _CHANGES | os.WEXITED | os.WNOWAIT):
+            if found.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
+                if found.si_code != os.CLD_EXITED:
+                    # its data loaders: they hold the connections that the others wait for. Another process group may
+                    # have the number once it is waited for
+                    self._signal(signal.SIGKILL)
+                status = os.waitpid(self._child, 0)[1]
                 self._child = 0
                 return os.waitstatus_to_exitcode(status)
-            self._stopped = time.monotonic() if os.WIFSTOPPED(status) else math.inf
+            os.waitid(os.P_PID, self._child, _CHANGES)
+            self._stopped = time.monotonic() if found.si_code == os.CLD_STOPPED else math.inf
+        return None
 
     def _run_script(self, member: str) -> int:
         begin_process()
@@ -192,7 +196,7 @@ class _Slot:
 
     def _pass_on(self, number: int, frame: object) -> None:
         """The job ends: end the child, and this process, by the same signal."""
-        self._end(number, math.inf)  # torchrun ends this process, and the child with it, when its own time is over
+        self._end(number, _MOST_GRACE)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -115,7 +115,7 @@ def _of_length(length: int, old: Tensor | None, pinned: bool = False) -> Tensor:
     """Return ``length`` bytes: ``old`` if it fits, as fresh memory is slower to write."""
     if old is not None and old.numel() == length:
         return old
-    return torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def add(out: Tensor, stripes: Sequence[Tensor]) -> Tensor:
@@ -150,8 +150,8 @@ def _exchanged(out: dict[int, Tensor], sizes: dict[int, int]) -> list[Tensor]:
     """Send ``out``, rank -> bytes, and return the bytes that came, in the order of ranks. ``sizes``: rank -> number."""
     world: Any = dist.group.WORLD
     ranks = range(world.size())
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(out[rank] for rank in sorted(out))])
-    got = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *(out[rank] for rank in sorted(out))])
+    got = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cpu")
     options = {
         "output_split_sizes": [sizes.get(rank, 0) for rank in ranks],
         "input_split_sizes": [out[rank].numel() if rank in out else 0 for rank in ranks],

@@ -73,7 +73,7 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
         CheckpointError, StateError: on every rank, naming the rank and the unit or parameter. Model and optimizer are
             as before, unless a module's ``set_extra_state`` raises, which is called last.
     """
-    moving = _Moving(model, optimizer, [operator.index(rank) for rank in ranks])
+    moving = _Moving(model, optimizer, ranks)
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
     holders, inner = rendezvous.agree(moving.check, moving.compare)
     rendezvous.agree(lambda: moving.plan_old(holders, extra), lambda said: None)
@@ -137,7 +137,7 @@ def enter(model: nn.Module, optimizer: Any, here: dict[int, Held], inner: list[i
     Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
     """
     ranks = range(world().size())
-    moving = _Moving(model, optimizer, list(ranks))
+    moving = _Moving(model, optimizer, ranks)
     groups = [
         groups_over(wrapper._strategy, ranks, dividing(least, len(ranks)))
         for wrapper, least in zip(moving.wrappers, inner, strict=True)
@@ -155,7 +155,7 @@ class _Moving:
 
     source: Pieces
 
-    def __init__(self, model: nn.Module, optimizer: Any, ranks: list[int]):
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: Sequence[int]):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.wrappers = wrappers_in(model)
         self.plan, self.holds = SavePlan(), False
@@ -166,6 +166,7 @@ class _Moving:
     def check(self) -> list[Any]:
         """Check the call and the units. Returns: for ``compare``."""
         everyone = world()
+        self.ranks = [operator.index(rank) for rank in self.ranks]
         if isinstance(everyone, FakeProcessGroup):
             raise StateError(f"{_WHAT}: the world is a fake one, without other ranks")
         if (

@@ -14,11 +14,13 @@ import contextlib
 import datetime
 import functools
 import gc
+import inspect
 import math
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run, settle
 from ..fsdp.desync.events import SetupCollective
-from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of, store_of_world
+from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of_world
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
@@ -88,7 +90,8 @@ class Session:
         self.optimizer: Any = None
         self.extra: Any = None
         self.generations: list[Generation] = []
-        self._group: Any = None
+        self._world: Callable[[], Any] = lambda: None  # a weak reference to the world that was made last
+        self._group: Any = None  # of the parities; None until its world is made
         self._attempts = 0  # of _ATTEMPTS, since a state was committed
         self._inner: list[int] = []  # of ``inner_sizes``
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
@@ -104,6 +107,7 @@ class Session:
         number, size, hook = epoch.members.index(self.epochs.me), len(epoch.members), sys.excepthook
         store.set_timeout(self._time_out)
         dist.init_process_group(self._backend, timeout=self._time_out, world_size=size, rank=number, store=store)
+        self._world = weakref.ref(world())
         if self._has_hook:
             sys.excepthook = hook
         self._has_hook = True
@@ -113,29 +117,43 @@ class Session:
             self._group = made if number in ranks else self._group
         liveness.enter()  # a rank that is slow in ``build`` answers from now on, and a stopped one is known
 
-    def make_group(self, make: Callable[..., Any], ranks: Sequence[int], name: str, **settings: Any) -> Any:
-        """Return what ``make(**settings)`` of torch does: the group ``name`` of ``ranks``; none: the world.
+    def makes(self, backend: str) -> bool:
+        """Whether a group that torch is asked for is one of this session. After the loop a script may have own ones."""
+        return backend not in WITHOUT_STORE and (self._group is None or dist.group.WORLD is self._world())
+
+    def make_group(
+        self, make: Callable[..., Any], ranks: Sequence[int], backend: str, name: str, timeout: datetime.timedelta
+    ) -> Any:
+        """Return what ``make(timeout=...)`` of torch does: the group ``name`` of ``ranks``; none: the world.
 
         ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
-        Raises: OrderError, RuntimeError if a rank is lost.
+        Raises: OrderError if a rank is lost or does not come within ``timeout``; RuntimeError.
         """
         if self._group is not None and dist.get_rank() in ranks:  # else ``make_world``, where all have just met
-            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks, look=self._look)
+            look = functools.partial(self._look, timeout.total_seconds())
+            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks, look=look)
+        if not _connects(backend):
+            return make(timeout=timeout)
         # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
         most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
         connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
-        made = make(**settings | {"timeout": connecting})
+        made = make(timeout=connecting)
         if isinstance(made[0], dist.ProcessGroup):
-            _set_time_out(settings["timeout"], made[0])
+            _set_time_out(timeout, made[0])
         return made
 
-    def _look(self, waited: float) -> None:
-        """Raises: OrderError if other ranks have left this epoch, or have not come out of ``make_world``."""
+    def _look(self, most: float, waited: float) -> None:
+        """Raises: OrderError if other ranks have left this epoch, have not come out of ``make_world``, or are late."""
         if self.epochs.after(self.epoch) is not None:
             raise OrderError(f"elastic: other ranks have left epoch {self.epoch.number}")
         board = liveness.board() if waited > (liveness.heartbeat() or math.inf) + PATIENCE else None
         if board is not None and (absent := board.absent(range(dist.get_world_size()))):
             raise OrderError(absent)
+        if waited > most:
+            raise OrderError(
+                f"elastic: not all of its ranks have come to make a process group within {most:g} s: let all of them "
+                "call new_group(), in one order, or give it a longer `timeout`"
+            )
 
     def end_world(self) -> None:
         """Destroy the world, without a wait for ranks that are lost."""
@@ -191,10 +209,7 @@ class Session:
         The parity of the snapshot before is whole on all ranks then. A collective call.
         """
         number, size = dist.get_rank(), dist.get_world_size()
-        self.complete()
-        _check_communicators()
-        check_reduced(self.model, "elastic.steps")
-        settle(part for unit in units_of(self.model.modules()) for part in unit.flat_params)
+        self._check_step()
         devices = devices_of(self.model)
         extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}
         plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
@@ -216,6 +231,19 @@ class Session:
             self.complete()
             _gathered(0)  # the newest snapshot is whole on all ranks
             self.go_to(self.epochs.grown(self.epoch, min(asks)))
+
+    def finish(self) -> None:
+        """End the training: all ranks have done its last step, so nobody needs a copy of it. A collective call."""
+        self._check_step()
+        _gathered(0)
+        self.epochs.finish()
+
+    def _check_step(self) -> None:
+        """Complete the parity before, and wait for the step that is done. Raises: RuntimeError if it is not valid."""
+        self.complete()
+        _check_communicators()
+        check_reduced(self.model, "elastic.steps")
+        settle(part for unit in units_of(self.model.modules()) for part in unit.flat_params)
 
     # Recovery
 
@@ -339,15 +367,15 @@ class Session:
         while True:
             self.has_recovered = False
             try:
-                if self.step % self._every == 0 or self.step >= until or not self._is_committed():
-                    self.commit()
-                if self.step >= until and not self.has_recovered:
-                    self.epochs.finish()
+                if self.step >= until:
+                    self.finish()
                     return
+                if self.step % self._every == 0 or not self._is_committed():
+                    self.commit()
             except Exception as error:
                 is_end = self.step >= until and self.epochs.wait_for_end(liveness.READING)
                 if is_end and self.epochs.after(self.epoch) is None:
-                    return  # another rank of this epoch has come through: the last step is committed
+                    return  # another rank of this epoch has come through: all have done the last step
                 self.recover(error)
             if not self.has_recovered:
                 yield self.step
@@ -367,14 +395,23 @@ class Session:
 @_training.replace("torch.distributed.distributed_c10d:_new_process_group_helper", test="tests/elastic/test_worlds.py")
 def _meeting_first(original: Any) -> Any:
     """Let the ranks of a new process group meet before they connect: torch waits for a lost one until the time-out."""
+    parameters = inspect.signature(original)
 
-    def make(size: int, number: int, ranks: list[int], backend: str, store: Any, name: str, **settings: Any) -> Any:
+    def make(*args: Any, **settings: Any) -> Any:
         here: Session | None = getattr(_here, "session", None)
-        make = functools.partial(original, size, number, ranks, backend, store, name)
-        is_alone = backend in WITHOUT_STORE or (ranks and store_of(world()) is None)
-        return make(**settings) if here is None or is_alone else here.make_group(make, ranks, name, **settings)
+        given = parameters.bind(*args, **settings).arguments
+        if here is None or given.get("timeout") is None or not here.makes(given["backend"]):
+            return original(*args, **settings)
+        names = ("global_ranks_in_group", "backend", "group_name", "timeout")
+        return here.make_group(functools.partial(original, **given), *(given[one] for one in names))
 
     return make
+
+
+def _connects(backend: str) -> bool:
+    """Whether a group of this ``backend`` connects as torch makes it, by gloo, and its time-out can be set later."""
+    found = set(dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map().values())
+    return "gloo" in found and found <= {"gloo", "nccl"} and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
 
 def _default_backend() -> str:
@@ -407,8 +444,8 @@ def _set_random_states(devices: list[torch.device], states: list[torch.Tensor]) 
 
 def _gathered(*mine: int) -> list[list[int]]:
     """Return the numbers that each rank gives. A collective call."""
-    told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    run(dist.all_gather, told, torch.tensor(mine), group=world())
+    told = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
+    run(dist.all_gather, told, torch.tensor(mine, device="cpu"), group=world())
     return [one.tolist() for one in told]
 
 
@@ -596,7 +633,7 @@ def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]
 
 @functools.lru_cache(maxsize=1)
 def _order(length: int, seed: int) -> torch.Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> Iterator[int]:
@@ -638,6 +675,7 @@ def size() -> int:
 
 
 def _world_now() -> Any:
-    if session().joins is not None:
+    # another thread, which may load data, has no session
+    if not dist.is_initialized() and session().joins is not None:
         raise StateError("flatparam.elastic: a process that joins has a rank from elastic.steps on: ask in the loop")
     return dist.group.WORLD

@@ -92,7 +92,7 @@ class Pieces(Source):
 
     def read(self, read: Read) -> None:
         """Read from a small tensor."""
-        small = torch.empty(read.chunk.sizes, dtype=_dtype(read))
+        small = torch.empty(read.chunk.sizes, dtype=_dtype(read), device="cpu")
         bytes_of(small)[:] = self._small[read.chunk.file, read.chunk.begin]
         read.out.copy_(box_of(small, read.begin, read.out.shape))
 

@@ -4,6 +4,7 @@ Promises:
 - the process with the store dies: the others say so at once, also in a save, a load and a constructor; no file but
   one calls a store: `test_the_store_may_be_gone`, `test_structure.py::test_one_file_calls_stores`,
   `test_structure.py::test_calls_of_the_board_are_guarded`
+- all ranks that live raise at once when another one is killed: `test_no_rank_waits_for_a_lost_one_to_read_the_error`
 - a write that fails names rank and file, on all ranks alike:
   `test_a_write_that_fails_names_rank_and_file_on_all_ranks`
 """
@@ -160,6 +161,22 @@ def test_the_store_may_be_gone(how, tmp_path):
     for code, _, said in ends_of_ranks(lose_the_store, 3, how, tmp_path, timeout=60.0)[1:]:
         assert code == 3, said
         assert float(said.split()[0]) < 10.0
+
+
+def lose_a_rank(folder):
+    """Rank 1 is killed before a call of all ranks. Notes when the call has raised on this rank."""
+    module = FSDP(linear())
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(checkpoint.CheckpointError, match=r"the process of rank 1 .* has ended without a word"):
+        checkpoint.save(folder / "one", module)
+    note(time.monotonic())
+
+
+def test_no_rank_waits_for_a_lost_one_to_read_the_error(tmp_path):
+    ends = ends_of_ranks(lose_a_rank, 3, tmp_path, timeout=60.0)
+    assert ends[1][0] == -signal.SIGKILL
+    assert abs(float(ends[0][2]) - float(ends[2][2])) < 1.0  # it was 2 s: rank 0 waited for the reader that was lost
 
 
 def fill_the_disk(folder):

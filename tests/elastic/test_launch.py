@@ -61,12 +61,11 @@ def test_a_killed_process_is_replaced():
     said, errors, status = ended(launched(4, SUPPORT / "elastic_script.py", "40", "2.0:5:kill"))
     assert status == 0, said + errors
     sizes = trains_as_the_unsharded_module(said, 40)
-    assert sizes[0] == 4, sizes
-    assert 3 in sizes, sizes
-    assert sizes[-1] == 4, sizes
+    assert sizes[0] == sizes[-1] == 4, sizes  # on a fast machine the new one joins before a step is done without it
     (killed,) = map(float, re.findall(r"struck \d+ (\S+)", said))
-    later = [float(begin) for size, begin in re.findall(r"^step \d+ (\d) \S+ (\S+)", said, re.MULTILINE) if size == "3"]
-    assert min(later) - killed < 3.0
+    begins = map(float, re.findall(r"^step \d+ \d \S+ (\S+)", said, re.MULTILINE))
+    assert min(begin for begin in begins if begin > killed) - killed < 3.0
+    assert "3 ranks go on from step" in errors
     assert "2.0 was killed by SIGKILL" in errors
     assert "2.1 joined" in errors
 
@@ -89,7 +88,8 @@ def test_a_stopped_process_is_replaced():
     said, errors, status = ended(stops)
     assert status == 0, said + errors
     sizes = trains_as_the_unsharded_module(said, 40)
-    assert 2 in sizes, sizes
+    assert sizes[0] == sizes[-1] == 3, sizes
+    assert "2 ranks go on from step" in errors
     assert "1.0 was replaced in epoch 1" in errors
     assert "1.1 joined" in errors
 

@@ -9,8 +9,9 @@ Promises:
   `test_a_dropped_process_is_replaced`
 - so is one that has ended by an error after it was dropped: `test_a_dropped_process_that_fails_is_replaced`
 - a process that is ended gets one signal, and time for its handler: `test_a_handler_of_the_script_runs_once`
-- so does one that is ended with the whole job, for as long as torchrun gives it:
-  `test_the_end_of_the_job_leaves_a_handler_its_time`
+- so does one that is ended with the whole job: `test_the_end_of_the_job_leaves_a_handler_its_time`; then it is killed,
+  with what it has started, before torchrun kills the launcher alone:
+  `test_the_end_of_the_job_leaves_no_process_behind`
 - the data loaders of a killed process end with it, as they hold its connections, for which others would wait:
   `test_a_killed_process_takes_its_children_along`
 - a script that ends with the status of a replaced process ends the job, as any error does:
@@ -18,7 +19,8 @@ Promises:
 - a process that ends with status 0 ends the job, also if it has left the loop early:
   `test_a_process_that_ends_well_ends_the_job`
 - the launcher of a process that is killed after the loop has a status that is not 0:
-  `test_a_process_that_is_killed_after_the_loop_fails_the_job`
+  `test_a_process_that_is_killed_after_the_loop_fails_the_job`; but for one that an epoch has dropped before:
+  `test_a_dropped_process_that_aborts_is_replaced`
 - if the job ends as a rank is missing, each process ends by its own error:
   `test_a_job_that_ends_before_it_begins_replaces_nobody`
 - a process that is stopped for longer than the heartbeat at the end of the job is ended, and the launcher's status is
@@ -56,8 +58,11 @@ def status_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def status_of_run(monkeypatch, said, lives):
-    """Run the launcher of slot 2, whose processes are ``lives``, in a child. ``said``: the keys in the job's store."""
+def status_of_run(monkeypatch, said, lives, are_over=False):
+    """Run the launcher of slot 2, whose processes are ``lives``, in a child. ``said``: the keys in the job's store.
+
+    ``are_over``: it looks at them first when they have ended.
+    """
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = in_memory()
     for key, value in said.items():
@@ -70,6 +75,8 @@ def status_of_run(monkeypatch, said, lives):
 
         def fork():
             slot._child = forked(lives.pop(0))
+            if are_over:
+                os.waitid(os.P_PID, slot._child, os.WEXITED | os.WNOWAIT)
             return False
 
         slot._fork = fork
@@ -184,6 +191,41 @@ def test_the_end_of_the_job_leaves_a_handler_its_time(monkeypatch, tmp_path):
     assert (tmp_path / "signals").read_text() == "x"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_the_end_of_the_job_leaves_no_process_behind(monkeypatch, tmp_path, number):
+    monkeypatch.setattr(launcher, "_MOST_GRACE", 0.3)
+    started = tmp_path / "started"
+
+    def ignore():
+        signal.signal(number, signal.SIG_IGN)
+        child = os.fork()
+        if child:
+            started.write_text(f"{os.getpid()} {child}")
+        time.sleep(60.0)
+
+    def run():
+        slot = launcher._Slot("2", [])
+
+        def fork():
+            slot._child = forked(ignore)
+            return False
+
+        slot._fork = fork
+        os._exit(slot.run(0))
+
+    job = forked(run)
+    while not started.exists() or not started.read_text():
+        time.sleep(0.01)
+    os.kill(job, number)
+    assert status_of(job) == -number
+    assert not any(is_alive(one) for one in started.read_text().split())
+
+
+def is_alive(process):
+    state = Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
 def test_a_killed_process_takes_its_children_along(monkeypatch, tmp_path):
     loads = tmp_path / "loads"
 
@@ -192,8 +234,7 @@ def test_a_killed_process_takes_its_children_along(monkeypatch, tmp_path):
         die()
 
     assert status_of_run(monkeypatch, {}, [die_with_a_loader, lambda: end_with(7, 0.2)]) == 7
-    state = Path(f"/proc/{loads.read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert not is_alive(loads.read_text())
 
 
 def test_the_status_of_a_replaced_process_is_not_enough(monkeypatch):
@@ -210,6 +251,11 @@ def test_a_process_that_ends_well_ends_the_job(monkeypatch):
 
 def test_a_process_that_is_killed_after_the_loop_fails_the_job(monkeypatch):
     assert status_of_run(monkeypatch, {"left/2.0": "", "done": ""}, [die, stop]) == 128 + signal.SIGKILL
+
+
+def test_a_dropped_process_that_aborts_is_replaced(monkeypatch):
+    said = DROPPED | {"left/2.0": ""}
+    assert status_of_run(monkeypatch, said, [die, lambda: end_with(7)], are_over=True) == 7
 
 
 def test_a_job_that_ends_before_it_begins_replaces_nobody(monkeypatch, capfd):

@@ -5,8 +5,11 @@ Promises:
   `test_a_step_ends_with_reduced_gradients`
 - ``extra`` with a wrapped model is refused at the start, and a name in it that came after the commit at the loss:
   `test_extra_that_cannot_go_back_is_refused`
-- a process that joins is told that it has no rank before ``steps``; so is another thread that it has no session:
-  `test_a_rank_is_known_in_the_loop`
+- a process that joins is told that it has no rank before ``steps``; so is another thread that there is no session
+  before ``start``; after it, another thread, which loads data, knows the rank: `test_a_rank_is_known_in_the_loop`
+- training, commits and a resize do not depend on torch's default device: `test_another_default_device_changes_nothing`;
+  the end of the loop takes no copies, and leaves no exchange under way
+- ranks that are no integers are refused on all ranks: `test_ranks_that_are_no_integers_are_refused_by_all`
 - a rank that leaves the loop by ``break`` says so, as one does that comes to its end:
   `test_a_break_ends_the_loop_like_its_end`
 - ``samples`` makes the permutation of an epoch once: `test_samples_of_an_epoch_are_ordered_once`
@@ -62,6 +65,47 @@ def test_a_step_ends_with_reduced_gradients():
         assert told.startswith("elastic.steps: gradients of the unit of Linear come from no_sync() and are not reduced")
 
 
+def trains_and_moves(default):
+    """Returns: the parameters at the end."""
+    _, mine = session_of_rank()
+    mine.make_world(Epoch(0, ["0.0", "1.0"]))
+    torch.manual_seed(0)
+    mine.build(build)
+    torch.set_default_device(default)
+    try:
+        for step in elastic.steps(mine.model, mine.optimizer, until=3):
+            with elastic.survive():
+                data = torch.full((2, 4), step + elastic.rank(), dtype=torch.float32, device="cpu")
+                mine.model(data).sum().backward()
+                mine.optimizer.step()
+        assert all(one.is_whole for one in mine.generations)  # gloo sends nothing as the script ends
+        elastic.resize(mine.model, mine.optimizer, [1])
+        elastic.resize(mine.model, mine.optimizer, [0, 1])
+    finally:
+        torch.set_default_device("cpu")
+    with FSDP.summon_full_params(mine.model):
+        return [param.tolist() for param in mine.model.parameters()]
+
+
+@pytest.mark.multiprocess
+def test_another_default_device_changes_nothing():
+    assert gloo.run_ranks(trains_and_moves, 2, "meta") == gloo.run_ranks(trains_and_moves, 2, "cpu")
+
+
+def moves_to(ranks):
+    model, optimizer = build()
+    with pytest.raises(CheckpointError) as raised:
+        elastic.resize(model, optimizer, ranks[torch.distributed.get_rank()])
+    return str(raised.value)
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_are_no_integers_are_refused_by_all():
+    for told in gloo.run_ranks(moves_to, 2, [[0], ["0"]]):
+        assert "rank 1" in told
+        assert "'str' object cannot be interpreted as an integer" in told
+
+
 def test_extra_that_cannot_go_back_is_refused(session):
     with gloo.fake_world(2):
         model, optimizer = build()
@@ -73,23 +117,29 @@ def test_extra_that_cannot_go_back_is_refused(session):
         training._set_state(extra, {})
 
 
+def run_thread(body):
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+
+
 def test_a_rank_is_known_in_the_loop(session):
+    told = []
     with gloo.fake_world(2, rank=1):
         assert (elastic.rank(), elastic.size()) == (1, 2)
+        run_thread(lambda: told.append((elastic.rank(), elastic.size())))
+    assert told.pop() == (1, 2)
     session.joins = Epoch(1, ["0.0", "1.1"])
     for ask in (elastic.rank, elastic.size):
         with pytest.raises(StateError, match="a process that joins has a rank from"):
             ask()
-    told = []
 
     def ask_in_another_thread():
         with pytest.raises(StateError) as raised:
             elastic.rank()
         told.append(str(raised.value))
 
-    thread = threading.Thread(target=ask_in_another_thread)
-    thread.start()
-    thread.join()
+    run_thread(ask_in_another_thread)
     assert told == ["flatparam.elastic: call elastic.start(build) first, in this thread"]
 
 

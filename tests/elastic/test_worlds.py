@@ -9,6 +9,12 @@ Promises:
   `test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long`
 - a rank is killed, and the others make a process group with it: they raise an error within seconds, also if it was
   killed as it connects; the group has the time-out that was asked for: `test_a_group_does_not_wait_for_a_lost_rank`
+- ranks that live and do not come to make a process group are waited for as long as its own time-out says:
+  `test_a_group_knows_its_own_time_out`
+- a group that gloo does not connect by itself has the time-out that was asked for, as with
+  TORCH_DISTRIBUTED_DEBUG=DETAIL: `test_a_wrapped_group_has_its_time_out`
+- a script may make a world of its own after the loop, and call torch's function for it by names:
+  `test_a_world_of_the_script_is_torchs`
 - the world in which a new process builds its model leaves no hook: `test_a_process_that_asks_leaves_no_hook`
 """
 
@@ -29,6 +35,7 @@ from flatparam.elastic.epochs import PATIENCE, Epoch, Epochs
 from flatparam.elastic.training import Session
 from flatparam.fsdp.desync import liveness
 from flatparam.fsdp.desync.stores import in_memory, store_of_world
+from flatparam.fsdp.errors import OrderError
 
 
 def session(member):
@@ -109,6 +116,66 @@ def test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long():
     ends = gloo.ends_of_ranks(connects, 3, environment={"FLATPARAM_HEARTBEAT": "4"})
     assert ends[1][0] == -signal.SIGKILL
     assert all(float(ends[rank][2]) < 4.0 + PATIENCE for rank in (0, 2)), ends
+
+
+def makes_a_group_alone():
+    """Rank 0 makes a group that rank 1 does not make. Returns: the seconds that it has waited, and its error."""
+    rank, mine = session_of_rank()
+    mine.make_world(Epoch(0, MEMBERS[:2]))
+    begin, error = time.monotonic(), ""
+    if rank == 0:
+        with pytest.raises(OrderError) as raised:
+            dist.new_group(timeout=datetime.timedelta(seconds=1.5))
+        error = str(raised.value)
+    else:
+        time.sleep(3.0)
+    return time.monotonic() - begin, error
+
+
+@pytest.mark.multiprocess
+def test_a_group_knows_its_own_time_out():
+    (waited, error), _ = gloo.run_ranks(makes_a_group_alone, 2)
+    assert 1.4 < waited < 3.0
+    assert "not all of its ranks have come to make a process group within 1.5 s" in error
+
+
+def waits_in_a_wrapped_group():
+    rank, mine = session_of_rank()
+    mine.make_world(Epoch(0, MEMBERS[:2]))
+    group = dist.new_group()
+    for over in (dist.group.WORLD, group):
+        time.sleep(2.5 * rank)
+        dist.barrier(group=over)
+
+
+@pytest.mark.multiprocess
+def test_a_wrapped_group_has_its_time_out():
+    gloo.run_ranks(waits_in_a_wrapped_group, 2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+@pytest.mark.multiprocess
+def test_a_world_of_the_script_is_torchs():
+    mine = session("0.0")
+    mine.make_world(Epoch(0, ["0.0"]))
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    long = datetime.timedelta(seconds=70)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=long)
+    try:
+        assert not mine.makes("gloo")
+        assert dist.new_group([0], timeout=long)._get_backend(torch.device("cpu")).options._timeout == long
+        group, _ = dist.distributed_c10d._new_process_group_helper(
+            group_size=1,
+            group_rank=0,
+            global_ranks_in_group=[0],
+            backend="gloo",
+            store=dist.HashStore(),
+            group_name="own",
+            timeout=long,
+        )
+        assert group is not world
+    finally:
+        dist.destroy_process_group()
 
 
 def makes_a_group(comes):
