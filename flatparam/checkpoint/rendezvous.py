@@ -115,12 +115,14 @@ class Rendezvous:
         verdict, readers = f"{self._round}/all", f"{self._round}/readers"
         if store is not None:
             store.set(own, json.dumps(mine))
+        reads = {rank: f"{self._round}/read/{rank}" for rank in self.ranks[1:]}
         if store is not None and not self.is_first:
             self._wait_for(store, [verdict], self.ranks[:1])
             answer = json.loads(store.values_at([verdict])[0])
+            store.set(reads[self._me], "")
             if store.add(readers, 1) == self.size - 1:
-                store.delete(readers)
-                store.delete(verdict)
+                for key in (readers, verdict, *reads.values()):
+                    store.delete(key)
             return answer, None
         keys = [f"{self._round}/{rank}" for rank in self.ranks]
         answer = [None, None]
@@ -142,17 +144,17 @@ class Rendezvous:
             for key in keys:
                 store.delete(key)
             if is_last or answer[0] is not None:  # this process may end after this, and the store with it
-                liveness.wait_until(lambda: self._have_read(store, verdict, readers))
+                liveness.wait_until(lambda: self._is_read(store, verdict, reads))
         try:
             return answer, failed
         finally:
             failed = None  # its traceback holds this frame
 
-    def _have_read(self, store: Store, verdict: str, readers: str) -> bool:
-        """Whether all other ranks that live have read ``verdict``, which the last of all deletes."""
+    def _is_read(self, store: Store, verdict: str, reads: dict[int, str]) -> bool:
+        """Whether all others that live have read ``verdict``, which the last of all deletes. ``reads``: their keys."""
         board = liveness.board()
-        dead = 0 if board is None else board.count_dead(self.ranks[1:])
-        return not store.check([verdict]) or int(store.value_at(readers) or 0) >= self.size - 1 - dead
+        unread = [rank for rank, key in reads.items() if not store.check([key])]
+        return not store.check([verdict]) or (board is not None and board.count_dead(unread) == len(unread))
 
     def _wait_for(self, store: Store, keys: list[str], ranks: list[int]) -> None:
         """Wait for ``keys``. Raises: OrderError, with the text that ranks raise meanwhile in a collective."""

@@ -1,6 +1,7 @@
 """Training whose ranks change: ``resize`` by a call; ``start``, ``steps``, ``survive`` when ranks are lost or join."""
 
 from .resizing import Resized, resize
-from .training import rank, samples, size, start, steps, survive
+from .sampling import samples
+from .training import rank, size, start, steps, survive
 
 __all__ = ["Resized", "rank", "resize", "samples", "size", "start", "steps", "survive"]

@@ -156,18 +156,23 @@ class _Slot:
 
     def _status(self) -> int | None:
         """Return the exit status of the child; None while it runs. Notes when it was stopped."""
-        while found := os.waitid(os.P_PID, self._child, _CHANGES | os.WEXITED | os.WNOWAIT):
-            if found.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
-                if found.si_code != os.CLD_EXITED:
-                    # its data loaders: they hold the connections that the others wait for. Another process group may
-                    # have the number once it is waited for
-                    self._signal(signal.SIGKILL)
-                status = os.waitpid(self._child, 0)[1]
-                self._child = 0
-                return os.waitstatus_to_exitcode(status)
-            os.waitid(os.P_PID, self._child, _CHANGES)
-            self._stopped = time.monotonic() if found.si_code == os.CLD_STOPPED else math.inf
-        return None
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            while found := os.waitid(os.P_PID, self._child, _CHANGES):
+                self._stopped = time.monotonic() if found.si_code == os.CLD_STOPPED else math.inf
+        return self._end_status()
+
+    def _end_status(self) -> int | None:
+        """Return the exit status of the child; None while it runs or is stopped. If it was killed, so is its group."""
+        found = os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        if found.si_code != os.CLD_EXITED:
+            # Its data loaders: they hold the connections that the others wait for. After waitpid() another process
+            # group may have the number
+            self._signal(signal.SIGKILL)
+        status = os.waitpid(self._child, 0)[1]
+        self._child = 0
+        return os.waitstatus_to_exitcode(status)
 
     def _run_script(self, member: str) -> int:
         begin_process()
@@ -186,7 +191,7 @@ class _Slot:
         """End the child by the signal ``number``, also if it is stopped; after ``grace`` seconds by SIGKILL."""
         end = time.monotonic() + grace
         with contextlib.suppress(ChildProcessError):  # ``_wait`` has just seen its end
-            while self._child and not os.waitpid(self._child, os.WNOHANG)[0]:
+            while self._child and self._end_status() is None:
                 if number:
                     self._signal(number)
                 number = 0 if time.monotonic() < end else signal.SIGKILL  # once: a handler of the script may take long
@@ -196,6 +201,8 @@ class _Slot:
 
     def _pass_on(self, number: int, frame: object) -> None:
         """The job ends: end the child, and this process, by the same signal."""
+        for one in _ENDING:  # torchrun, and perhaps the scheduler, send several: the script gets one
+            signal.signal(one, signal.SIG_IGN)
         self._end(number, _MOST_GRACE)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -54,6 +54,7 @@ from .transport import Held
 
 _CONNECTING = 1.0  # seconds in gloo for a new world, as all members have come; twice as long in each further try
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
+_LOOKING = 0.5  # seconds for a lost rank, if a world cannot be made
 _ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
 _set_time_out = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in torch 2.15
 Build = Callable[[], tuple[nn.Module, Any]]
@@ -91,7 +92,9 @@ class Session:
         self.extra: Any = None
         self.generations: list[Generation] = []
         self._world: Callable[[], Any] = lambda: None  # a weak reference to the world that was made last
+        self._makes_world = False
         self._group: Any = None  # of the parities; None until its world is made
+        self._meetings: dict[str, liveness.Meetings] = {}  # to make process groups, by name
         self._attempts = 0  # of _ATTEMPTS, since a state was committed
         self._inner: list[int] = []  # of ``inner_sizes``
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
@@ -106,20 +109,25 @@ class Session:
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size, hook = epoch.members.index(self.epochs.me), len(epoch.members), sys.excepthook
         store.set_timeout(self._time_out)
-        dist.init_process_group(self._backend, timeout=self._time_out, world_size=size, rank=number, store=store)
-        self._world = weakref.ref(world())
-        if self._has_hook:
-            sys.excepthook = hook
-        self._has_hook = True
-        groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
-        for ranks in sorted(groups):  # all ranks make all groups
-            made = dist.new_group(list(ranks), timeout=self._time_out, backend="gloo")
-            self._group = made if number in ranks else self._group
+        self._makes_world = True
+        try:
+            dist.init_process_group(self._backend, timeout=self._time_out, world_size=size, rank=number, store=store)
+            self._world = weakref.ref(world())
+            if self._has_hook:
+                sys.excepthook = hook
+            self._has_hook = True
+            groups = {tuple(group_of(one, size, self._redundancy)) for one in range(size)}
+            for ranks in sorted(groups):  # all ranks make all groups
+                made = dist.new_group(list(ranks), timeout=self._time_out, backend="gloo")
+                self._group = made if number in ranks else self._group
+        finally:
+            self._makes_world = False
         liveness.enter()  # a rank that is slow in ``build`` answers from now on, and a stopped one is known
 
     def makes(self, backend: str) -> bool:
         """Whether a group that torch is asked for is one of this session. After the loop a script may have own ones."""
-        return backend not in WITHOUT_STORE and (self._group is None or dist.group.WORLD is self._world())
+        is_ours = dist.is_initialized() and dist.group.WORLD is self._world()
+        return backend not in WITHOUT_STORE and (self._makes_world or is_ours)
 
     def make_group(
         self, make: Callable[..., Any], ranks: Sequence[int], backend: str, name: str, timeout: datetime.timedelta
@@ -129,9 +137,10 @@ class Session:
         ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
         Raises: OrderError if a rank is lost or does not come within ``timeout``; RuntimeError.
         """
-        if self._group is not None and dist.get_rank() in ranks:  # else ``make_world``, where all have just met
+        if not self._makes_world and dist.get_rank() in ranks:  # else all have just met
             look = functools.partial(self._look, timeout.total_seconds())
-            liveness.Meetings(store_of_world(), f"flatparam makes {name}").meet(ranks, look=look)
+            meetings = liveness.Meetings(store_of_world(), f"flatparam makes {name}")
+            self._meetings.setdefault(name, meetings).meet(ranks, takes_long=True, look=look)
         if not _connects(backend):
             return make(timeout=timeout)
         # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
@@ -149,7 +158,7 @@ class Session:
         board = liveness.board() if waited > (liveness.heartbeat() or math.inf) + PATIENCE else None
         if board is not None and (absent := board.absent(range(dist.get_world_size()))):
             raise OrderError(absent)
-        if waited > most:
+        if waited >= most:
             raise OrderError(
                 f"elastic: not all of its ranks have come to make a process group within {most:g} s: let all of them "
                 "call new_group(), in one order, or give it a longer `timeout`"
@@ -175,6 +184,7 @@ class Session:
                 _C.wait_device(str(device))
             leave(self.model)
         self._group = None
+        self._meetings.clear()
         dist.destroy_process_group()
         gc.collect()
 
@@ -213,8 +223,7 @@ class Session:
         devices = devices_of(self.model)
         extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}
         plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
-        told = _gathered(plan.length, self.epochs.asks())
-        lengths, asks = zip(*told, strict=True)
+        lengths, asks = self._agree(plan.length)
         old = None
         if self._is_committed():  # all ranks are here, so the newest generation is whole on all of them
             self._attempts = 0
@@ -235,8 +244,22 @@ class Session:
     def finish(self) -> None:
         """End the training: all ranks have done its last step, so nobody needs a copy of it. A collective call."""
         self._check_step()
-        _gathered(0)
+        self._agree(-1)
         self.epochs.finish()
+
+    def _agree(self, length: int) -> tuple[list[int], list[int]]:
+        """Return the numbers ``length`` and the asks to join that each rank gives. A collective call.
+
+        ``length``: of a snapshot; negative at the end. Raises: StateError if only some ranks are at the end.
+        """
+        lengths, asks = map(list, zip(*_gathered(length, self.epochs.asks()), strict=True))
+        ends = [rank for rank, one in enumerate(lengths) if one < 0]
+        if 0 < len(ends) < len(lengths):
+            raise StateError(
+                f"elastic.steps: step {self.step} is the end on the ranks {ends} alone: expected the same `until` on "
+                f"all {len(lengths)} ranks"
+            )
+        return lengths, asks
 
     def _check_step(self) -> None:
         """Complete the parity before, and wait for the step that is done. Raises: RuntimeError if it is not valid."""
@@ -257,20 +280,22 @@ class Session:
         is_of_transport = isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
         if isinstance(error, StateError) or not (is_of_ranks or is_of_transport):
             raise error
-        members, begin = self.epoch.members, time.monotonic()
-        board = liveness.board() if dist.is_initialized() else None
-        while (waited := time.monotonic() - begin) < 2 * liveness.READING:
+        members, board = self.epoch.members, liveness.board() if dist.is_initialized() else None
+        has_world = self._group is not None  # else those that are lost do not come to the next epoch
+        end = time.monotonic() + (2 * liveness.READING if has_world else _LOOKING)
+        while time.monotonic() < end:
             later = self.epochs.after(self.epoch)
             if later is not None:
                 return later
             lost = self.epochs.ended(members)
             if board is not None:
                 others = [rank for rank, one in enumerate(members) if one not in [self.epochs.me, *lost]]
-                lost += [members[rank] for rank in board.find_lost(others, waited)]
+                lost += [members[rank] for rank in board.find_lost(others)]
             if lost:
                 return self.epochs.without(self.epoch, lost)
             time.sleep(0.02)
-        is_unclear = is_of_transport or self._group is None or STAYS_AWAY in str(error)
+        is_absent = board is not None and board.absent(range(len(members)))
+        is_unclear = is_of_transport or is_absent or not has_world or STAYS_AWAY in str(error)
         if is_unclear and (attempts := self._attempts + 1) < _ATTEMPTS:  # who does not come to the next world is lost
             self._attempts = attempts
             return self.epochs.without(self.epoch, [])
@@ -409,9 +434,10 @@ def _meeting_first(original: Any) -> Any:
 
 
 def _connects(backend: str) -> bool:
-    """Whether a group of this ``backend`` connects as torch makes it, by gloo, and its time-out can be set later."""
-    found = set(dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map().values())
-    return "gloo" in found and found <= {"gloo", "nccl"} and dist.get_debug_level() != dist.DebugLevel.DETAIL
+    """Whether a group of this ``backend`` connects as torch makes it, by gloo, and torch can set its time-out later."""
+    found = dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    names, is_wrapped = set(found.values()), dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return "gloo" in names and names <= {"gloo", "nccl"} and found.keys() <= {"cpu", "cuda"} and not is_wrapped
 
 
 def _default_backend() -> str:
@@ -609,33 +635,6 @@ def start(
     return begin_session(Session(store, member, slots, redundancy, every, timeout, backend), build)
 
 
-def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]:
-    """Return the indices of this rank's samples in ``step``, for any number of ranks.
-
-    In an epoch each of the first ``length // batch_size * batch_size`` entries of a permutation comes once, also if the
-    number of ranks changes in it: step and ``batch_size`` decide the batch, and the ranks deal it out. The first
-    ``batch_size % size()`` ranks get one sample more.
-
-    Args:
-        step: of ``steps``.
-        batch_size: samples of a step on all ranks together.
-        length: samples of the data set, at least ``batch_size``.
-        seed: of the permutations, one for each epoch.
-    """
-    if not 0 < batch_size <= length:
-        raise ValueError(f"elastic.samples: expected batch_size from 1 to {length}, got {batch_size}")
-    epoch, number = divmod(step, length // batch_size)
-    found: list[int] = _order(length, seed + epoch)[number * batch_size : (number + 1) * batch_size][
-        rank() :: size()
-    ].tolist()
-    return found
-
-
-@functools.lru_cache(maxsize=1)
-def _order(length: int, seed: int) -> torch.Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
-
-
 def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> Iterator[int]:
     """Yield the numbers of the steps to do, from 0 to ``until - 1``; a step is yielded again after a loss in it.
 
@@ -675,7 +674,13 @@ def size() -> int:
 
 
 def _world_now() -> Any:
-    # another thread, which may load data, has no session
-    if not dist.is_initialized() and session().joins is not None:
-        raise StateError("flatparam.elastic: a process that joins has a rank from elastic.steps on: ask in the loop")
-    return dist.group.WORLD
+    found, here = dist.group.WORLD, getattr(_here, "session", None)
+    if found is None:
+        joins = here is not None and here.joins is not None
+        why = (
+            "a process that joins has a rank from elastic.steps on"
+            if joins
+            else "there is no world before elastic.start, and none while it is made anew"
+        )
+        raise StateError(f"flatparam.elastic: {why}: ask in the loop")
+    return found

@@ -4,7 +4,8 @@ Promises:
 - the process with the store dies: the others say so at once, also in a save, a load and a constructor; no file but
   one calls a store: `test_the_store_may_be_gone`, `test_structure.py::test_one_file_calls_stores`,
   `test_structure.py::test_calls_of_the_board_are_guarded`
-- all ranks that live raise at once when another one is killed: `test_no_rank_waits_for_a_lost_one_to_read_the_error`
+- all ranks that live raise at once when another one is killed: `test_no_rank_waits_for_a_lost_one_to_read_the_error`;
+  those that live can all read the error: `test_rank_0_waits_for_a_live_rank_to_read_the_error`
 - a write that fails names rank and file, on all ranks alike:
   `test_a_write_that_fails_names_rank_and_file_on_all_ranks`
 """
@@ -176,7 +177,39 @@ def lose_a_rank(folder):
 def test_no_rank_waits_for_a_lost_one_to_read_the_error(tmp_path):
     ends = ends_of_ranks(lose_a_rank, 3, tmp_path, timeout=60.0)
     assert ends[1][0] == -signal.SIGKILL
-    assert abs(float(ends[0][2]) - float(ends[2][2])) < 1.0  # it was 2 s: rank 0 waited for the reader that was lost
+    assert abs(float(ends[0][2]) - float(ends[2][2])) < 1.5  # it was 2 s: rank 0 waited for the reader that was lost
+
+
+def read_late(folder):
+    """Rank 0 has the store. The save fails there; rank 2 reads that a second after rank 1 has read it, and ended."""
+    meet_in_a_server()
+    module, me = FSDP(linear()), dist.get_rank()
+    if me == 0:
+        saving.plan_save = fail
+    look = liveness.wait_for_keys
+
+    def wait_longer(store, keys, ranks, **settings):
+        look(store, keys, ranks, **settings)
+        time.sleep(1.0 if me == 2 else 0.0)
+
+    liveness.wait_for_keys = wait_longer
+    try:
+        checkpoint.save(folder / "one", module)
+    except checkpoint.CheckpointError as error:
+        note(str(error))
+        if me == 1:
+            raise
+    os._exit(3)
+
+
+def fail(*_, **__):
+    raise OSError("the disk is full")
+
+
+def test_rank_0_waits_for_a_live_rank_to_read_the_error(tmp_path):
+    for code, _, said in ends_of_ranks(read_late, 3, tmp_path, timeout=60.0):
+        assert code in (1, 3)
+        assert said == "checkpoint.save: rank 0: the disk is full"
 
 
 def fill_the_disk(folder):

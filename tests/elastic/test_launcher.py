@@ -29,6 +29,7 @@ Promises:
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -186,24 +187,32 @@ def test_the_end_of_the_job_leaves_a_handler_its_time(monkeypatch, tmp_path):
         handling(tmp_path / "signals")._pass_on(signal.SIGTERM, None)
 
     begin = time.monotonic()
-    assert status_of(forked(end)) == -signal.SIGTERM
+    job = forked(end)
+    while not (tmp_path / "signals").exists() or not (tmp_path / "signals").read_text():
+        time.sleep(0.01)
+    os.kill(job, signal.SIGTERM)  # torchrun sends one, and the scheduler another one
+    assert status_of(job) == -signal.SIGTERM
     assert time.monotonic() - begin > 0.5
     assert (tmp_path / "signals").read_text() == "x"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
-def test_the_end_of_the_job_leaves_no_process_behind(monkeypatch, tmp_path, number):
-    monkeypatch.setattr(launcher, "_MOST_GRACE", 0.3)
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_the_end_of_the_job_leaves_no_process_behind(monkeypatch, tmp_path, number, is_patient):
+    monkeypatch.setattr(launcher, "_MOST_GRACE", 0.6)
     started = tmp_path / "started"
 
     def ignore():
         signal.signal(number, signal.SIG_IGN)
         child = os.fork()
         if child:
-            started.write_text(f"{os.getpid()} {child}")
-        time.sleep(60.0)
+            signal.signal(number, signal.SIG_IGN if is_patient else signal.SIG_DFL)
+            started.with_suffix(".new").write_text(f"{os.getpid()} {child}")
+            started.with_suffix(".new").replace(started)
+        time.sleep(600.0)
 
     def run():
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         slot = launcher._Slot("2", [])
 
         def fork():
@@ -214,16 +223,27 @@ def test_the_end_of_the_job_leaves_no_process_behind(monkeypatch, tmp_path, numb
         os._exit(slot.run(0))
 
     job = forked(run)
-    while not started.exists() or not started.read_text():
+    while not started.exists():
         time.sleep(0.01)
+    begin = time.monotonic()
     os.kill(job, number)
+    if is_patient:
+        time.sleep(0.3)
+        os.kill(job, signal.SIGTERM)  # the second signal changes nothing
     assert status_of(job) == -number
-    assert not any(is_alive(one) for one in started.read_text().split())
+    assert time.monotonic() - begin < 60.0
+    assert all(has_ended(one) for one in started.read_text().split())
 
 
-def is_alive(process):
-    state = Path(f"/proc/{process}/stat")
-    return state.exists() and state.read_text().split()[2] != "Z"
+def has_ended(process):
+    """Whether a process that was killed ends in some seconds."""
+    end = time.monotonic() + 30.0
+    with contextlib.suppress(OSError):  # there is no such process any more
+        while Path(f"/proc/{process}/stat").read_text().split()[2] != "Z":
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+    return True
 
 
 def test_a_killed_process_takes_its_children_along(monkeypatch, tmp_path):
@@ -234,7 +254,7 @@ def test_a_killed_process_takes_its_children_along(monkeypatch, tmp_path):
         die()
 
     assert status_of_run(monkeypatch, {}, [die_with_a_loader, lambda: end_with(7, 0.2)]) == 7
-    assert not is_alive(loads.read_text())
+    assert has_ended(loads.read_text())
 
 
 def test_the_status_of_a_replaced_process_is_not_enough(monkeypatch):

@@ -9,6 +9,7 @@ Promises:
   before ``start``; after it, another thread, which loads data, knows the rank: `test_a_rank_is_known_in_the_loop`
 - training, commits and a resize do not depend on torch's default device: `test_another_default_device_changes_nothing`;
   the end of the loop takes no copies, and leaves no exchange under way
+- ranks that give another ``until`` are told so, all alike: `test_ranks_with_another_end_are_told`
 - ranks that are no integers are refused on all ranks: `test_ranks_that_are_no_integers_are_refused_by_all`
 - a rank that leaves the loop by ``break`` says so, as one does that comes to its end:
   `test_a_break_ends_the_loop_like_its_end`
@@ -29,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import elastic
 from flatparam.checkpoint.errors import CheckpointError
-from flatparam.elastic import training
+from flatparam.elastic import sampling, training
 from flatparam.elastic.epochs import Epoch
 from flatparam.fsdp.desync.stores import in_memory
 from flatparam.fsdp.errors import StateError
@@ -92,6 +93,24 @@ def test_another_default_device_changes_nothing():
     assert gloo.run_ranks(trains_and_moves, 2, "meta") == gloo.run_ranks(trains_and_moves, 2, "cpu")
 
 
+def ends_at(ends):
+    rank, mine = session_of_rank()
+    mine.make_world(Epoch(0, ["0.0", "1.0"]))
+    mine.build(build)
+    try:
+        for _ in elastic.steps(mine.model, mine.optimizer, until=ends[rank]):
+            with elastic.survive():
+                mine.model(torch.ones(2, 4)).sum().backward()
+    except StateError as error:
+        return str(error)
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_another_end_are_told():
+    text = "elastic.steps: step 2 is the end on the ranks [0] alone: expected the same `until` on all 2 ranks"
+    assert gloo.run_ranks(ends_at, 2, [2, 3]) == [text, text]
+
+
 def moves_to(ranks):
     model, optimizer = build()
     with pytest.raises(CheckpointError) as raised:
@@ -140,7 +159,7 @@ def test_a_rank_is_known_in_the_loop(session):
         told.append(str(raised.value))
 
     run_thread(ask_in_another_thread)
-    assert told == ["flatparam.elastic: call elastic.start(build) first, in this thread"]
+    assert told[0].startswith("flatparam.elastic: there is no world before elastic.start, and none while it is made")
 
 
 def test_a_break_ends_the_loop_like_its_end(session):
@@ -153,7 +172,7 @@ def test_a_break_ends_the_loop_like_its_end(session):
 
 
 def test_samples_of_an_epoch_are_ordered_once(session, monkeypatch):
-    training._order.cache_clear()
+    sampling._order.cache_clear()
     expected = torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist()
     calls, order = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *args, **options: calls.append(args) or order(*args, **options))

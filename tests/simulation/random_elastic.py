@@ -41,7 +41,7 @@ from .training import Rank, groups_for, wrap
 
 LOOKING = 1.0  # seconds from one look of a launcher to the next
 ENDING = 60.0  # seconds after which launchers end the job of a rank that has raised: all others have been told before
-ANSWERING = 1.6  # seconds in which a live process answers a call, see liveness.py
+ANSWERING = 0.9  # a call must be answered in 1.6 s, see liveness.py, and a rank looks for calls every 0.7 s
 LIMIT = 900.0  # virtual seconds of a run
 NO_STATE = product._NOT_COMMITTED
 LOST = "start again from the newest checkpoint"
@@ -283,7 +283,8 @@ def _check(program, phase, run, logs):
     missed = {  # who answers no call while another rank is lost is taken for lost, too
         fault.rank
         for fault in run.struck
-        if fault.seconds > ANSWERING and len(run.struck) > 1 and run.errors.get(fault.rank, "-")[0] == "Replaced"
+        if fault.seconds > ANSWERING and len(run.struck) > 1
+        if run.errors.get(fault.rank, ["Replaced"])[0] == "Replaced" and run.results.get(fault.rank) is None
     }
     struck = missed | {fault.rank for fault in run.struck if fault.kind != "is late"}
     mine = {rank: log for rank, log in enumerate(logs) if rank not in struck and log.is_born}

@@ -33,6 +33,7 @@ FOUND = {
     5012: "a machine was lost that had answered no call before, and the others raised gloo's error",
     7014: "a rank that is late by 8 s while another is killed is replaced, and the checker took that for wrong",
     6400: "a stopped rank went on alone, and the checker asked only a new one from which state each epoch began",
+    2002562: "a rank was stopped as all connected, and those that had connected dropped the others that had not",
     1000907: "a rank was killed in the first build, and the others waited 30 minutes to make a group with it",
 }
 KILLED = {

@@ -290,7 +290,7 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
         _meetings[group] = liveness.Meetings(
             store.own_connection(), f"flatparam meets {liveness.generation_of_world()}"
         )
-    said = _meetings[group].meet(ranks, mine, functools.partial(_raise_if_troubled, group))
+    said = _meetings[group].meet(ranks, mine, look=functools.partial(_raise_if_troubled, group))
     _meetings[group].forget()
     return said
 

@@ -147,7 +147,8 @@ class HealthBoard:
     @reaching()
     def absent(self, ranks: Iterable[int]) -> str | None:
         """Return which of ``ranks`` have shown no sign of life in this world; None: all have."""
-        found = self._not_entered(ranks)
+        entered = self.native.entered()
+        found = [rank for rank in ranks if rank not in entered]
         return f"ranks {found} have not come to their first unit, and may have ended before" if found else None
 
     @reaching()
@@ -158,21 +159,14 @@ class HealthBoard:
         return sum(rank in said for rank in ranks)
 
     @reaching()
-    def find_lost(self, ranks: Iterable[int], waited: float) -> list[int]:
+    def find_lost(self, ranks: Iterable[int]) -> list[int]:
         """Return those of ``ranks`` that are killed, stopped or out of reach, not those that have ended by themselves.
 
-        ``waited``: seconds since a collective has failed. After ``READING`` a rank counts that has never appeared.
+        Nor those that are absent: such a rank may have failed to connect, and live.
         """
         self.native.look(0.0, True)
         lost = [rank for rank, text in self.native.said().items() if not any(map(text.__contains__, _ENDS_OF_ITS_OWN))]
-        ranks = list(ranks)
-        absent = self._not_entered(ranks) if waited > READING else []
-        return [rank for rank in ranks if rank in lost or rank in absent]
-
-    @reaching()
-    def _not_entered(self, ranks: Iterable[int]) -> list[int]:
-        entered = self.native.entered()
-        return [rank for rank in ranks if rank not in entered]
+        return [rank for rank in ranks if rank in lost]
 
     def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] | None = None) -> str | None:
         said = self.native.said()
@@ -294,6 +288,7 @@ def wait_for_keys(
     patience = store.time_out.total_seconds()
     while not store.check(keys):
         if waited >= patience:
+            look(waited)
             if not takes_long or ours is None or ours.beat == 0:
                 break
             if absent := ours.absent(rank for rank, key in key_of.items() if not store.check([key])):
@@ -314,16 +309,14 @@ class Meetings:
     def __init__(self, store: Store, name: str):
         self._store, self._name, self._number = store, name, 0
 
-    def meet(
-        self, ranks: Sequence[int], mine: str = "is here", look: Callable[[float], object] = lambda waited: None
-    ) -> list[str]:
+    def meet(self, ranks: Sequence[int], mine: str = "is here", **settings: Any) -> list[str]:
         """Wait for ``ranks``, and return the text ``mine`` of each, in order. Raises: OrderError if one has ended.
 
-        ``look``: as in ``wait_for_keys``.
+        ``settings``: of ``wait_for_keys``.
         """
         self._store.set(self._key(dist.get_rank()), mine)
         keys = [self._key(rank) for rank in ranks]
-        wait_for_keys(self._store, keys, ranks, look=look)
+        wait_for_keys(self._store, keys, ranks, **settings)
         said = self._store.values_at(keys)
         self._number += 1
         return said
