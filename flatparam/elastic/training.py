@@ -675,12 +675,10 @@ def size() -> int:
 
 def _world_now() -> Any:
     found, here = dist.group.WORLD, getattr(_here, "session", None)
+    if found is None and here is not None and here.joins is not None:
+        raise StateError("flatparam.elastic: a process that joins has a rank from elastic.steps on: ask in the loop")
     if found is None:
-        joins = here is not None and here.joins is not None
-        why = (
-            "a process that joins has a rank from elastic.steps on"
-            if joins
-            else "there is no world before elastic.start, and none while it is made anew"
+        raise StateError(
+            "flatparam.elastic: there is no world before elastic.start, and none while it is made anew: ask in the loop"
         )
-        raise StateError(f"flatparam.elastic: {why}: ask in the loop")
     return found
