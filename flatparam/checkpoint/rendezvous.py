@@ -3,6 +3,7 @@
 Each rank writes one value, the first rank decides for all and writes the verdict. Waits end if a rank is gone.
 """
 
+import contextlib
 import json
 import weakref
 from collections.abc import Callable
@@ -119,10 +120,13 @@ class Rendezvous:
         if store is not None and not self.is_first:
             self._wait_for(store, [verdict], self.ranks[:1])
             answer = json.loads(store.values_at([verdict])[0])
-            store.set(reads[self._me], "")
-            if store.add(readers, 1) == self.size - 1:
-                for key in (readers, verdict, *reads.values()):
-                    store.delete(key)
+            told = reads if is_last or answer[0] is not None else {}  # the first rank waits for this
+            with contextlib.suppress(StoreGoneError):  # it may have ended since
+                if told:
+                    store.set(reads[self._me], "")
+                if store.add(readers, 1) == self.size - 1:
+                    for key in (readers, verdict, *told.values()):
+                        store.delete(key)
             return answer, None
         keys = [f"{self._round}/{rank}" for rank in self.ranks]
         answer = [None, None]

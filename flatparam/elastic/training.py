@@ -86,6 +86,7 @@ class Session:
         self.joins: Epoch | None = None  # the epoch in which a new process joins
         self.epoch = Epoch(-1, [])
         self.step = 0
+        self._until = 0
         self.has_recovered = False  # since the last step was yielded
         self.model: Any = None
         self.optimizer: Any = None
@@ -95,7 +96,7 @@ class Session:
         self._makes_world = False
         self._group: Any = None  # of the parities; None until its world is made
         self._meetings: dict[str, liveness.Meetings] = {}  # to make process groups, by name
-        self._attempts = 0  # of _ATTEMPTS, since a state was committed
+        self._attempts = 0  # of _ATTEMPTS, since a state was committed or a rank was lost; the same on all ranks
         self._inner: list[int] = []  # of ``inner_sizes``
         self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
         _here.session = self
@@ -105,7 +106,9 @@ class Session:
 
     def make_world(self, epoch: Epoch) -> None:
         """Come to ``epoch`` or a later one, and make its world. Raises: Replaced; RuntimeError if a rank is lost."""
-        self.epoch = epoch = self.epochs.meet(epoch)
+        tried, epoch = self.epoch, self.epochs.meet(epoch)
+        self._attempts = self._attempts + epoch.number - tried.number if epoch.members == tried.members else 0
+        self.epoch = epoch
         store = self._store.below(f"flatparam world {epoch.number}").raw
         number, size, hook = epoch.members.index(self.epochs.me), len(epoch.members), sys.excepthook
         store.set_timeout(self._time_out)
@@ -140,7 +143,7 @@ class Session:
         if not self._makes_world and dist.get_rank() in ranks:  # else all have just met
             look = functools.partial(self._look, timeout.total_seconds())
             meetings = liveness.Meetings(store_of_world(), f"flatparam makes {name}")
-            self._meetings.setdefault(name, meetings).meet(ranks, takes_long=True, look=look)
+            self._meetings.setdefault(name, meetings).meet(ranks, patience=math.inf, look=look)
         if not _connects(backend):
             return make(timeout=timeout)
         # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
@@ -244,21 +247,14 @@ class Session:
     def finish(self) -> None:
         """End the training: all ranks have done its last step, so nobody needs a copy of it. A collective call."""
         self._check_step()
-        self._agree(-1)
+        self._agree(0)
         self.epochs.finish()
 
     def _agree(self, length: int) -> tuple[list[int], list[int]]:
-        """Return the numbers ``length`` and the asks to join that each rank gives. A collective call.
-
-        ``length``: of a snapshot; negative at the end. Raises: StateError if only some ranks are at the end.
-        """
-        lengths, asks = map(list, zip(*_gathered(length, self.epochs.asks()), strict=True))
-        ends = [rank for rank, one in enumerate(lengths) if one < 0]
-        if 0 < len(ends) < len(lengths):
-            raise StateError(
-                f"elastic.steps: step {self.step} is the end on the ranks {ends} alone: expected the same `until` on "
-                f"all {len(lengths)} ranks"
-            )
+        """Return ``length`` and the asks to join of each rank. A collective call. Raises: StateError on all ranks."""
+        lengths, asks, untils = map(list, zip(*_gathered(length, self.epochs.asks(), self._until), strict=True))
+        if len(set(untils)) > 1:
+            raise StateError(f"elastic.steps: expected the same `until` on all ranks, got {untils}")
         return lengths, asks
 
     def _check_step(self) -> None:
@@ -296,8 +292,7 @@ class Session:
             time.sleep(0.02)
         is_absent = board is not None and board.absent(range(len(members)))
         is_unclear = is_of_transport or is_absent or not has_world or STAYS_AWAY in str(error)
-        if is_unclear and (attempts := self._attempts + 1) < _ATTEMPTS:  # who does not come to the next world is lost
-            self._attempts = attempts
+        if is_unclear and self._attempts + 1 < _ATTEMPTS:  # who does not come to the next world is lost
             return self.epochs.without(self.epoch, [])
         raise error
 
@@ -384,22 +379,23 @@ class Session:
             self.joins = None
 
     def steps(self, until: int) -> Iterator[int]:
+        self._until = until
         with contextlib.suppress(GeneratorExit):  # the script leaves the loop
-            yield from self._steps(until)
+            yield from self._steps()
         self.epochs.leave()
 
-    def _steps(self, until: int) -> Iterator[int]:
+    def _steps(self) -> Iterator[int]:
         while True:
             self.has_recovered = False
             try:
-                if self.step >= until:
+                if self.step >= self._until:
                     self.finish()
                     return
                 if self.step % self._every == 0 or not self._is_committed():
                     self.commit()
             except Exception as error:
-                is_end = self.step >= until and self.epochs.wait_for_end(liveness.READING)
-                if is_end and self.epochs.after(self.epoch) is None:
+                may_be_end = self.step >= self._until and not isinstance(error, StateError)
+                if may_be_end and self.epochs.wait_for_end(liveness.READING) and self.epochs.after(self.epoch) is None:
                     return  # another rank of this epoch has come through: all have done the last step
                 self.recover(error)
             if not self.has_recovered:

@@ -27,6 +27,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import saving
 from flatparam.fsdp.desync import liveness
+from flatparam.fsdp.desync.stores import Store
 from flatparam.fsdp.errors import OrderError
 
 pytestmark = pytest.mark.multiprocess
@@ -181,7 +182,7 @@ def test_no_rank_waits_for_a_lost_one_to_read_the_error(tmp_path):
 
 
 def read_late(folder):
-    """Rank 0 has the store. The save fails there; rank 2 reads that a second after rank 1 has read it, and ended."""
+    """Rank 0 has the store. The save fails there; rank 2 reads that after rank 1 has read it, and ended."""
     meet_in_a_server()
     module, me = FSDP(linear()), dist.get_rank()
     if me == 0:
@@ -190,8 +191,13 @@ def read_late(folder):
 
     def wait_longer(store, keys, ranks, **settings):
         look(store, keys, ranks, **settings)
-        time.sleep(1.0 if me == 2 else 0.0)
+        time.sleep(0.7 if me == 2 else 0.0)
 
+    def add_late(store, key, number, add=Store.add):
+        time.sleep(0.2)  # rank 0 has ended
+        return add(store, key, number)
+
+    Store.add = add_late
     liveness.wait_for_keys = wait_longer
     try:
         checkpoint.save(folder / "one", module)

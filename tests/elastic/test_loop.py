@@ -93,8 +93,8 @@ def test_another_default_device_changes_nothing():
     assert gloo.run_ranks(trains_and_moves, 2, "meta") == gloo.run_ranks(trains_and_moves, 2, "cpu")
 
 
-def ends_at(ends):
-    rank, mine = session_of_rank()
+def ends_at(every, ends):
+    rank, mine = session_of_rank(every)
     mine.make_world(Epoch(0, ["0.0", "1.0"]))
     mine.build(build)
     try:
@@ -107,8 +107,9 @@ def ends_at(ends):
 
 @pytest.mark.multiprocess
 def test_ranks_with_another_end_are_told():
-    text = "elastic.steps: step 2 is the end on the ranks [0] alone: expected the same `until` on all 2 ranks"
-    assert gloo.run_ranks(ends_at, 2, [2, 3]) == [text, text]
+    text = "elastic.steps: expected the same `until` on all ranks, got [3, 4]"
+    for every in (1, 2):
+        assert gloo.run_ranks(ends_at, 2, every, [3, 4]) == [text, text]
 
 
 def moves_to(ranks):
@@ -163,7 +164,7 @@ def test_a_rank_is_known_in_the_loop(session):
 
 
 def test_a_break_ends_the_loop_like_its_end(session):
-    session._steps = lambda until: iter(range(until))
+    session._steps = lambda: iter(range(session._until))
     for step in elastic.steps(None, None, until=3):
         assert not session.epochs.has_left()
         if step == 1:

@@ -77,7 +77,7 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
     monkeypatch.setenv("FLATPARAM_HEARTBEAT", heartbeat)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     mine = session("0.0")
-    mine._attempts = tries
+    mine.epoch = Epoch(1 - tries, ["0.0", "1.0"])  # that was tried before
     mine.epochs._store.set("here/1/1.0", "")  # and was killed then
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -89,12 +89,12 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
 MEMBERS = ["0.0", "1.0", "2.0"]
 
 
-def session_of_rank():
+def session_of_rank(every=1):
     gloo.meet_in_a_server()
     store, rank = store_of_world(), dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    return rank, Session(store, f"{rank}.0", 3, "parity", 1, datetime.timedelta(seconds=60))
+    return rank, Session(store, f"{rank}.0", 3, "parity", every, datetime.timedelta(seconds=60))
 
 
 def connects():
@@ -122,22 +122,24 @@ def test_a_rank_that_is_lost_as_it_connects_keeps_nobody_for_long():
 def makes_a_group_alone(seconds):
     """Rank 0 makes a group that rank 1 does not make. Returns: the seconds that it has waited, and its error."""
     rank, mine = session_of_rank()
-    mine._time_out = datetime.timedelta(seconds=seconds)
     mine.make_world(Epoch(0, MEMBERS[:2]))
+    store_of_world().raw.set_timeout(datetime.timedelta(seconds=seconds))
     begin, error = time.monotonic(), ""
     if rank == 0:
         with pytest.raises(OrderError) as raised:
             dist.new_group(timeout=datetime.timedelta(seconds=1.5))
         error = str(raised.value)
+        gloo.say("over")
     else:
-        time.sleep(2.0)
+        gloo.wait_until_said("over")
     return time.monotonic() - begin, error
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("seconds", [60.0, 1.5, 1.0])  # of the world
-def test_a_group_knows_its_own_time_out(seconds):
-    (waited, error), _ = gloo.run_ranks(makes_a_group_alone, 2, seconds)
+@pytest.mark.parametrize(("seconds", "heartbeat"), [(60.0, "10"), (1.5, "10"), (1.0, "0")])  # of the world's store
+def test_a_group_knows_its_own_time_out(seconds, heartbeat):
+    environment = {"FLATPARAM_HEARTBEAT": heartbeat}
+    (waited, error), _ = gloo.run_ranks(makes_a_group_alone, 2, seconds, environment=environment)
     assert 1.4 < waited < 5.0
     assert "not all of its ranks have come to make a process group within 1.5 s" in error
 

@@ -274,21 +274,21 @@ def wait_for_keys(
     keys: list[str],
     ranks: Sequence[int],
     *,
+    patience: float | None = None,
     takes_long: bool = False,
     look: Callable[[float], object] = lambda waited: None,
 ) -> None:
-    """Wait until each of ``ranks`` has set its key in ``keys``, or until the store's time-out. Ctrl-C ends the wait.
+    """Wait until each of ``ranks`` has set its key in ``keys``, or until the time-out. Ctrl-C ends the wait.
 
-    ``takes_long``: wait beyond the time-out, as long as the ranks answer calls; ``look``: called meanwhile, with the
-    seconds so far; raises if it finds that a rank does not come.
+    ``patience``: the time-out in seconds; None: the store's. ``takes_long``: wait beyond it, as long as the ranks
+    answer calls; ``look``: called meanwhile, with the seconds so far; raises if it finds that a rank does not come.
     Raises: OrderError if one of the ranks has ended before it set its key, or has not begun at the time-out.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     key_of = dict(zip(ranks, keys, strict=True))
-    patience = store.time_out.total_seconds()
+    patience = store.time_out.total_seconds() if patience is None else patience
     while not store.check(keys):
         if waited >= patience:
-            look(waited)
             if not takes_long or ours is None or ours.beat == 0:
                 break
             if absent := ours.absent(rank for rank, key in key_of.items() if not store.check([key])):
