@@ -395,7 +395,8 @@ class Session:
                     self.commit()
             except Exception as error:
                 may_be_end = self.step >= self._until and not isinstance(error, StateError)
-                if may_be_end and self.epochs.wait_for_end(liveness.READING) and self.epochs.after(self.epoch) is None:
+                is_end = may_be_end and self.epochs.wait_for_end(liveness.READING)
+                if is_end and self.epochs.after(self.epoch) is None:
                     return  # another rank of this epoch has come through: all have done the last step
                 self.recover(error)
             if not self.has_recovered:

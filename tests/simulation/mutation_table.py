@@ -357,7 +357,7 @@ MUTATIONS = (
         "hooks of all worlds",
         "f94a3fb",
         "a rank that had had several worlds printed an error with one prefix for each",
-        ((TRAINING, "        if self._has_hook:\n            sys.excepthook = hook\n", ""),),
+        ((TRAINING, "            if self._has_hook:\n                sys.excepthook = hook\n", ""),),
         test="tests/elastic/test_worlds.py",
     ),
     Mutation(

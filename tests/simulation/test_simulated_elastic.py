@@ -158,10 +158,11 @@ def test_processes_that_join_change_no_bit():
 
 
 def test_a_stopped_rank_is_replaced():
-    replaced = 0
-    for seed in [*range(20), 1087]:  # there it comes back when the others have ended without it
-        chosen = random.Random(seed)
-        run = train(seed, 3, [Fault("is stopped", chosen.randrange(3), chosen.randrange(POINTS), 3 * HEARTBEAT)])
+    replaced, chosen = 0, random.Random(0)
+    drawn = [(chosen.randrange(3), chosen.randrange(POINTS)) for _ in range(20)]
+    at_end = [(rank, point) for point in (202, 204, 206) for rank in range(3)]  # the others end without it meanwhile
+    for seed, (rank, point) in enumerate([*drawn, *at_end]):
+        run = train(seed, 3, [Fault("is stopped", rank, point, 3 * HEARTBEAT)])
         if was_too_early(run):
             continue
         if not run.struck or not run.errors:
