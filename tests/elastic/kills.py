@@ -45,7 +45,7 @@ JOINING = ("build", "ask", "join", *(f"join {part}" for part in PARTS[1:]))
 GROWTH = ("grow", *(f"grow {part}" for part in PARTS))
 LOST = re.compile(r"the state of .* is lost, with what the others keep of it.*: start again from the newest checkpoint")
 # torchrun's own error, and what has led to the error that ends a rank
-ENDS_BEFORE = re.compile("ChildFailedError|OrderError: the process of rank")
+ENDS_BEFORE = re.compile(r"ChildFailedError|OrderError: (the process of rank|rank \d+ has left the world)")
 AGAIN = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 
 
