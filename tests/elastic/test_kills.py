@@ -74,7 +74,7 @@ def test_what_is_wrong_is_noticed(job):
 @pytest.mark.timeout(900)
 def test_a_rank_does_not_grow():
     source = random.Random("a rank does not grow")
-    job = kills.play([kills.draw(source, "parity", spared=0) for _ in range(40)], "parity")
+    job = kills.play([kills.draw(source, "parity", spared=0) for _ in range(55)], "parity")
     assert not job.problems, "\n".join([*job.problems, *job.errors])
     (size, threads, files), worlds = kills.growth(job, "0.0")
     assert worlds >= 50

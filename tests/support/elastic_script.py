@@ -5,6 +5,7 @@ They strike in torchrun's first start. The environment's ELASTIC_DEVICE: "cuda",
 collectives go through the host.
 """
 
+import datetime
 import functools
 import os
 import signal
@@ -94,7 +95,9 @@ def main(until, *faults):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         strikes = {}
     device, backend, synchronize = chosen()
-    model, optimizer = elastic.start(functools.partial(built, device), backend=backend)
+    # a wait of the staged backend cannot be cut, so a stopped rank is known at its time-out alone
+    settings = {"timeout": datetime.timedelta(seconds=20)} if backend else {}
+    model, optimizer = elastic.start(functools.partial(built, device), backend=backend, **settings)
     for step in elastic.steps(model, optimizer, int(until)):
         with elastic.survive():
             time.sleep(0.1 if elastic.size() == int(os.environ["WORLD_SIZE"]) else 0.4)  # new processes need seconds
