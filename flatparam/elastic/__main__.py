@@ -32,7 +32,7 @@ from .process import MEMBER, REPLACED, signal_name
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for the training process to end after a signal
-_MOST_GRACE = 25.0  # seconds if the job ends: torchrun kills this process after 30, and nobody the script's own then
+_MOST_GRACE = 25.0  # if the job ends: after 30 torchrun kills this process, and not those that the script has started
 _LOOKING = 1.0  # seconds from one look at the epochs to the next
 _CHANGES = os.WNOHANG | os.WSTOPPED | os.WCONTINUED
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

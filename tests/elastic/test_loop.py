@@ -5,8 +5,8 @@ Promises:
   `test_a_step_ends_with_reduced_gradients`
 - ``extra`` with a wrapped model is refused at the start, and a name in it that came after the commit at the loss:
   `test_extra_that_cannot_go_back_is_refused`
-- a process that joins is told that it has no rank before ``steps``; so is another thread that there is no session
-  before ``start``; after it, another thread, which loads data, knows the rank: `test_a_rank_is_known_in_the_loop`
+- a process that joins is told that it has no rank before ``steps``; another thread, such as one that loads data, knows
+  the rank while there is a world, and is told if there is none: `test_a_rank_is_known_in_the_loop`
 - training, commits and a resize do not depend on torch's default device: `test_another_default_device_changes_nothing`;
   the end of the loop takes no copies, and leaves no exchange under way
 - ranks that give another ``until`` are told so, all alike: `test_ranks_with_another_end_are_told`

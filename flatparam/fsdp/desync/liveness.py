@@ -162,7 +162,7 @@ class HealthBoard:
     def find_lost(self, ranks: Iterable[int]) -> list[int]:
         """Return those of ``ranks`` that are killed, stopped or out of reach, not those that have ended by themselves.
 
-        Nor those that are absent: such a rank may have failed to connect, and live.
+        A rank that is absent is not among them: it may live, and have failed to connect.
         """
         self.native.look(0.0, True)
         lost = [rank for rank, text in self.native.said().items() if not any(map(text.__contains__, _ENDS_OF_ITS_OWN))]
