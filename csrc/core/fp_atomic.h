@@ -4,7 +4,7 @@
  *
  * Parameters stay in their order, each in one run. A parameter may be cut between two shards only at a multiple of its
  * block, counted from its start. So a parameter over more than two shards needs shards whose length is a multiple of its
- * block. Padding lies before parameters, and makes all shards equally long. */
+ * block. Padding lies before parameters and after the last one, and makes all shards equally long. */
 #pragma once
 
 #include <stddef.h>
@@ -24,7 +24,7 @@ typedef struct {
     size_t n;
     int64_t alignment;   /* parameters and shards start at its multiples, >= 1 */
     int64_t world_size;  /* >= 1 */
-    int64_t most_padded; /* elements that world_size + 2 shards may have, so that no sum of the search overflows */
+    int64_t most_padded; /* elements that world_size + 2 shards have at most, so that no sum of the search overflows */
 } fp_atomic;
 
 enum { FP_ATOMIC_TRIES = 4096 };

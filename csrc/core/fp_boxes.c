@@ -36,7 +36,7 @@ fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end,
     }
     *count = 0;
     for (int64_t at = begin; at < end; offsets += ndim, sizes += ndim, (*count)++) {
-        size_t level = 0; /* the outermost dimension a row of which begins at `at` and ends in the range */
+        size_t level = 0; /* the outermost dimension with a row that begins at `at` and ends in the range */
         while (level < ndim && (at % rows[level] != 0 || rows[level] > end - at)) {
             level++;
         }

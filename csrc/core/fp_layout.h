@@ -34,7 +34,7 @@ typedef struct {
 /* The elements of one parameter that lie in a range of the flat parameter, such as a rank's shard: torch's
  * _ShardParamInfo. */
 typedef struct {
-    int in_range;        /* 0: no element lies in the range, and the other fields are 0 */
+    int in_range;        /* 0: no element lies in the range, all fields are 0. An empty parameter inside it has 1 */
     int64_t offset;      /* the first of these elements, counted in the range */
     int64_t numel;       /* how many there are */
     int64_t start;       /* the first of them, counted in the parameter */
@@ -52,7 +52,8 @@ typedef struct {
  *   item_bytes  bytes of one element, >= 1
  *   layout      written only when FP_OK is returned; then to be given to fp_layout_clear
  * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if the total in bytes might not fit 64 bits,
- * taking each padding as large as the alignment and the world size allow; FP_ENOMEM. O(n), one allocation. */
+ * taking each padding as large as the alignment and the world size allow; FP_ENOMEM. One allocation. O(n); with blocks
+ * O(n) for each length that is tried (fp_atomic_shard_numel). */
 fp_status fp_layout_init(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
                          int64_t world_size, int64_t item_bytes);
 

@@ -36,13 +36,13 @@ typedef struct {
  *   flat         base of the whole flat buffer (element 0), of which only [begin, end) is written
  *   opts         NULL: plain cast, zeros in the gaps
  * A segment whose data IS its own place in flat, with the same type, is allowed; any other overlap is not.
- * Returns FP_OK, or FP_EINVAL (a NULL where data is needed, not a type, begin < 0, begin > end, segments that meet
- * [begin, end) invalid) with nothing written. O(log n + segments in the range + elements). */
+ * Returns FP_OK, or FP_EINVAL (a NULL where data is needed, not a type, begin < 0, begin > end, end too large for byte
+ * offsets, segments that meet [begin, end) invalid) with nothing written. O(log n + segments in the range + elements). */
 fp_status fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat, fp_dtype flat_dtype,
                   int64_t begin, int64_t end, const fp_pack_opts *opts);
 
 /* fp_pack for elements of any type, copied as item_bytes raw bytes each.
- *   item_bytes  >= 1; end * item_bytes must fit size_t
+ *   item_bytes  >= 1; end * item_bytes must fit ptrdiff_t, else FP_EOVERFLOW
  *   fill_item   item_bytes bytes that are written into every gap element; NULL: zero bytes
  * NULL segments become zero bytes. Returns FP_OK, FP_EINVAL or FP_EOVERFLOW with nothing written. */
 fp_status fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,

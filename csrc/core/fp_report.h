@@ -10,7 +10,7 @@ typedef struct {
     int64_t step;     /* passes that this rank had begun */
     uint64_t event;   /* 2 * the event in its trace (core/fp_trace.h) + (1 if it is the first of a pass); of an
                      * exception: how many that rank has raised in this step */
-    const char *text; /* words for people, UTF-8; a pointer into said */
+    const char *text; /* words for people, UTF-8; points into the text that fp_report_read() took */
 } fp_report;
 
 /* Read a terminated text, which may come from another version or program. 1: *report is filled, and borrows said; 0: said is

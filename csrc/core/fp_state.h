@@ -11,8 +11,9 @@
  *         |                                 end_forward v        | begin_forward         v     | end_forward
  *         +------------ expect_backward ---------> AWAITING_BACKWARD                   RECOMPUTING
  *
- * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
- * backward came to the unit, as activation checkpointing does. fp_state.c has the tables of moves.
+ * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward while backward
+ * has come to the unit: activation checkpointing begins one in BACKWARD, and begin_backward in a forward leads to it.
+ * fp_state.c has the tables of moves.
  *
  *   state                 of                                               changed by
  *   fp_pass_state         a unit in an iteration                           fp_iteration_move(), runtime/fp_iteration.c

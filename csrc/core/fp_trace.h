@@ -23,8 +23,8 @@
 enum {
     FP_TRACE_PASSES = 16,   /* passes in the longest key */
     FP_TRACE_RECENT = 4095, /* the last events, which fp_trace_at() finds */
-    FP_TRACE_MOST = 1
-        << 17, /* room for predictions. When it is half full all are dropped: in every process after one event */
+    /* Room for predictions. When it is half full all are dropped: by each process after the same event. */
+    FP_TRACE_MOST = 1 << 17,
 };
 
 typedef enum {
@@ -44,8 +44,8 @@ fp_status fp_trace_note(fp_trace *trace, uint64_t event, int new_pass, fp_trace_
 /* The event that was noted last has begun. If the next event is noted without this call before, the event counts as missed:
  * an exception came in between. Predictions are made from a missed event as from one that has begun. */
 void fp_trace_begin(fp_trace *trace);
-/* The event that was noted last is being begun by code that an exception may leave before or after the begin. If the event
- * is missed, it is unknown whether it has begun. */
+/* The call that begins the event noted last starts, or an exception has left it: until fp_trace_begin() it is unknown whether
+ * the event has begun. If it is missed then, the digest is 0. */
 void fp_trace_launch(fp_trace *trace);
 /* 1: events were missed since the last fp_trace_confirm_not_begun(). *index: the index of the first of them; *digest: a hash
  * of all, to compare with other processes; 0 if it is unknown whether one of them has begun. 0: none was missed, and nothing

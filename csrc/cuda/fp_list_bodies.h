@@ -39,7 +39,8 @@ fp_norm_rounds(fp_dtype dtype)
     return (int64_t)(sizeof(fp_registers) / (FP_LIST_WIDTH * fp_dtype_bytes(dtype)));
 }
 
-/* sum with FP_LIST_WIDTH elements of each round, from source on, at aligned addresses. dtype and rounds are constants. */
+/* Join to sum FP_LIST_WIDTH elements of each round, from source on, at aligned addresses; return the result. dtype and rounds
+ * are constants. */
 FP_BODY double
 fp_norm_vectors(const char *source, fp_dtype dtype, int64_t rounds, double sum, int is_max)
 {
@@ -60,8 +61,8 @@ fp_norm_vectors(const char *source, fp_dtype dtype, int64_t rounds, double sum, 
     return sum;
 }
 
-/* sum with the elements of fp_norm_rounds() rounds from *at on, or of one round if the piece ends before. *at becomes the
- * position of the last of these rounds. Addresses are aligned. dtype is a constant. */
+/* Join to sum the elements of fp_norm_rounds() rounds from *at on, or of one round if the piece, or stop, ends before. *at
+ * becomes the position of the last round taken. Addresses are aligned. dtype is a constant. */
 FP_BODY double
 fp_norm_piece(const fp_piece *piece, int64_t *at, int64_t stop, fp_dtype dtype, double sum, int is_max)
 {
@@ -74,7 +75,7 @@ fp_norm_piece(const fp_piece *piece, int64_t *at, int64_t stop, fp_dtype dtype, 
     return fp_norm_vectors(source, dtype, 1, sum, is_max);
 }
 
-/* sum with the element at source. dtype is a constant. */
+/* Join to sum the element at source. dtype is a constant. */
 FP_BODY double
 fp_norm_element(const char *source, fp_dtype dtype, double sum, int is_max)
 {
@@ -129,7 +130,7 @@ fp_norm_fold(double *sums, uint32_t half, uint32_t thread, int is_max)
     }
 }
 
-/* The part of all blocks' partial results that one thread of the last block adds up. */
+/* The sum of the blocks' partial results that one thread of the last block takes. */
 FP_BODY double
 fp_norm_gather(const fp_norm_job *job, uint32_t blocks, uint32_t thread)
 {

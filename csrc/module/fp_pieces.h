@@ -4,7 +4,7 @@
 
 #include "python/fp_args.h"
 
-/* The 1-D pieces of n parameters in the shard. They are counted by users: setting data can run Python code (a weak
+/* The 1-D pieces of n parameters in the shard. They have a count of users, because setting data can run Python code (a weak
  * reference's callback), which may let fp_last_pieces read another tuple while a loop still uses these. */
 typedef struct {
     Py_ssize_t users; /* fp_last_pieces, and each call at work with it; 0 frees the pieces */
