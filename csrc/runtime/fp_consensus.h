@@ -1,5 +1,6 @@
-/* runtime/fp_consensus.h -- the consensus of the ranks about units: one all-reduce of flags over each group when a forward of
- * the model begins, and another one in a backward for the units with a secondary shard.
+/* runtime/fp_consensus.h -- the consensus of the ranks about units, by all-reduces of flags over each group. At most two when a
+ * forward of the model begins: which units are stale, and which are never gathered ahead. One in a backward: which units with
+ * a secondary shard get a gradient.
  *
  * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and sets its error
  * slot; then all ranks raise. fp_root.consensus has the all-reduces of the backward under way. */
@@ -7,11 +8,10 @@
 
 #include "runtime/fp_types.h"
 
-/* Agree which units are stale: the next gather of those is from the shards, on all ranks. One rank may see a change that
- * others do not see, and ranks that gather over different groups, or not at all, would wait for each other forever. Before
- * that, writes of users go into the shards (fp_unshard_sync_user_writes). Agree also which units are never gathered ahead.
- * No collective is issued if no unit is asked about (fp_fresh_is_asked, fp_fresh_is_learned_next), which all ranks know
- * alike. */
+/* Copy users' writes into the shards (fp_unshard_sync_user_writes). Then agree which units are stale: all ranks make their next
+ * gather from the shards. One rank may see a change that others do not see, and ranks that gather over different groups, or
+ * not at all, would wait for each other forever. Agree also which units are never gathered ahead. No collective is issued if
+ * no unit is asked about (fp_fresh_is_asked, fp_fresh_is_learned_next), which all ranks know alike. */
 int fp_consensus_before_forward(fp_root *root);
 
 /* A backward begins: start the all-reduces that tell which units with a secondary shard get a gradient on this rank. Does not

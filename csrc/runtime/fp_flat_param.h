@@ -124,8 +124,8 @@ int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg
 /* Give the modules the views (1) or the original parameters (0), even if they have them already. With an extension, views are
  * made anew each time: its tensors belong to the graph of one forward. Setting an attribute may run code of the user. */
 int fp_flat_param_show(fp_flat_param *flat_param, int views);
-/* The same, unless the modules have them already (with an extension _views always sets them). _params does nothing if
- * there are no original parameters. */
+/* The same, unless the modules have them already. _show_views() sets tensors of an extension each time. _show_params() does
+ * nothing if there are no original parameters. */
 int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* While modules have views: let parameters() and zero_grad() find the original parameters. */
@@ -174,11 +174,12 @@ extern int64_t fp_flat_param_not_steppable;
 
 /* ValueError if a user has freed or resized the storage of a .grad: torch's operations would read and write beyond it. */
 int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name);
-/* Show the accumulated gradient in .grad. A reduced gradient that .grad showed is put aside (deferred_reduced). */
+/* Show the accumulated gradient in .grad. A reduced gradient that .grad showed is put aside (deferred_reduced). Where neither a
+ * group nor a driver reduces, it is added to the accumulated gradient instead. */
 int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
 /* Read the user's edits of .grad while it showed the accumulated gradient, by the table in tensor/fp_gradients.h. Then show the
- * reduced gradient, or none. drops_zeros: see fp_gradients_check_accumulated(). -1: ValueError for an edit that cannot count; the
- * accumulated gradient is dropped. */
+ * reduced gradient, or none. drops_zeros: see fp_gradients_check_accumulated(). -1: ValueError for an edit that cannot count;
+ * the accumulated gradient is dropped. */
 int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Between passes: the same as fp_flat_param_note_user_edits(), and then show the rest of the accumulated gradient again. */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
@@ -188,8 +189,8 @@ int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduc
 /* The reduced gradient that .grad of the owners shows, with zeros where an owner has none. A new reference: the tensor in which
  * all of them lie as pieces, or else a new one. None: no owner has one. */
 PyObject *fp_flat_param_reduced(fp_flat_param *flat_param);
-/* Nested: cleared[owners.n] are sums over the ranks of fp_flat_param.cleared. Clear the accumulated gradient of the owners
- * whose sum is not 0. 1: an owner that trains, or has a frozen share, is not cleared; 0: all are cleared, and the accumulated
+/* Nested: cleared[owners.n] are sums of aside.cleared over the ranks. Clear the accumulated gradient of the owners whose sum
+ * is not 0. 1: an owner that trains, or has a frozen share, is not cleared; 0: all are cleared, and the accumulated
  * gradient is dropped; -1. */
 int fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared);
 /* Replace the accumulated gradient, without showing it. accumulated: None, or a tensor that

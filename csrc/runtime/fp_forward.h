@@ -1,5 +1,5 @@
-/* runtime/fp_forward.h -- methods of _C.Unit that the wrapper calls around a module's forward: pre, the module's forward, post.
- * The docstrings are in fp_unit.c. A second thread is refused with RuntimeError while the first is in a forward or backward of
+/* runtime/fp_forward.h -- methods of _C.Unit that the wrapper calls: pre before a module's forward, post after it. The
+ * docstrings are in fp_unit.c. A second thread is refused with RuntimeError while the first is in a forward or backward of
  * the model. After an exception the wrapper calls fp_forward_abort(), which recovers the model when the outermost forward is
  * left. */
 #pragma once

@@ -15,15 +15,15 @@ int fp_iteration_look_for_replaced(fp_root *root);
  * accumulated gradient is dropped too, as it has a part of that backward's gradients. All units are recovered, also after
  * an error; then the first error is raised. */
 int fp_iteration_recover(fp_root *root);
-/* Gather the stale units with a secondary shard from the shards, and free them again. A collective call, which the caller
- * makes while no forward or backward is under way. */
+/* Gather the stale units with a secondary shard from the shards, and free them again. Forget which units are not gathered
+ * ahead. A collective call, which the caller makes while no forward or backward is under way. */
 int fp_iteration_refresh(fp_root *root);
 int fp_iteration_append_order(fp_root *root,
                               fp_unit *unit); /* the unit's forward has ended: append it to root->order */
 /* Wait until the device has read the shards that lie on the host (CPU offload), so that users may write to them. */
 int fp_iteration_wait_until_read(fp_root *root);
-/* A backward has ended: take the unit out of root->order, count the backward, and let the unit be IDLE, or FORWARD while a
- * forward of it is under way. */
+/* A backward has ended: forget the unit's place in root->order, which the caller empties, and count the backward. The unit
+ * becomes IDLE, or FORWARD while a forward of it is under way. */
 int fp_iteration_end_backward(fp_unit *unit);
 void fp_iteration_leave_root(
     fp_unit *unit); /* take the unit out of its root, whose reference is dropped; it may have none */

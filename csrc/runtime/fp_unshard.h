@@ -18,7 +18,8 @@ int fp_unshard_check_memory(const fp_unit *unit);
 int fp_unshard_move(fp_unit *unit, fp_unit_event event);
 
 /* Start to gather each flat parameter that needs it, and do not wait. Outside of a backward, writes of users go into the
- * shards first. After a failure the unit is PARTLY gathered, and another call in the same pass starts the others. */
+ * shards first; with a secondary shard the consensus has copied them. After a failure the unit is PARTLY gathered, and another
+ * call in the same pass starts the others. */
 int fp_unshard_start(fp_unit *unit);
 /* 1: the unit has fewer unsharded bytes than root->min_unit_bytes, and no secondary shard. */
 int fp_unshard_is_small(const fp_unit *unit);
@@ -45,8 +46,8 @@ int fp_unshard_frees_passed(const fp_unit *unit);
 int fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param);
 /* Start to gather a unit to which backward comes next, if it awaits its backward and is not gathered. */
 int fp_unshard_prefetch(fp_unit *target);
-/* Free the data of one flat parameter, or of all. -1 after an interrupted wait: that flat parameter and later ones are
- * unchanged. */
+/* Free the data of one flat parameter, or of all. -1: a wait was interrupted, and that flat parameter is unchanged; or its
+ * gather has failed, and its data is freed. Later flat parameters are unchanged. */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param);
 int fp_unshard_release(fp_unit *unit);
 /* For units that stay gathered: if the shards have changed since the gather, reading the data raises an error from now on. */
