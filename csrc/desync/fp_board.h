@@ -34,16 +34,18 @@ void fp_board_free(fp_board *board);
 /* Publish the place of this rank (its process and machine), and start the thread that answers calls. The thread is not
  * started if beat is 0, or if the store has no second connection: over a shared one it would answer late, and the rank would
  * seem to be stopped.
- * since: seconds from the machine's start (CLOCK_BOOTTIME) to the begin of this world, or of this process. Ignored are places
- * that an earlier world has left in the same store: on this machine those published before since; on another machine, whose
- * clock may differ, those published before this rank's, unless their rank answers the call that this one then makes.
+ * since: seconds from the machine's start (CLOCK_BOOTTIME) to the begin of this world, or of this process. Places that an
+ * earlier world has left in the same store are ignored: on this machine those published before since; on another machine,
+ * whose clock may differ, those published before this rank's. A place counts all the same if its rank has entered this
+ * generation, or, on another machine, if the rank answers the call that this function makes, or answers no calls at all.
  * Call it once. */
 int fp_board_appear(fp_board *board, double since);
 
 /* Put later posts, and the numbers that belong to them, below generation in the store. All ranks pass the same generation. */
 int fp_board_join(fp_board *board, const char *generation);
 
-/* Count this rank as a member: it reads posts from now on. Ranks that post wait for members alone (see fp_board_number). */
+/* Count this rank as a member, which reads posts: without any member nobody reads them (see fp_board_number). The place of a
+ * member is of this world, whenever it was published. */
 int fp_board_enter(fp_board *board);
 
 /* Publish that this rank has finished: its program has ended, or it destroys the group. The others then report this, and not
@@ -61,8 +63,8 @@ int fp_board_post(fp_board *board, const char *text, int64_t *number);
 int fp_board_number(fp_board *board, const char *key, int64_t *number);
 
 /* Look once for ranks that do not come: read new posts, and note their reasons for fp_board_said().
- *   waited     seconds for which this rank has waited for others. From 0.4 beat on one of the ranks that wait calls all ranks;
- *              0.4 beat later a further look posts which ranks have not answered
+ *   waited     seconds for which this rank has waited for others. From 0.2 beat on one of the ranks that wait calls all ranks;
+ *              a beat later a further look posts which ranks have not answered
  *   processes  1: look for processes of this machine that have ended, too
  * 1: all posts were read; 0: a post was announced and its text is not in the store yet; -1. */
 int fp_board_look(fp_board *board, double waited, int processes);
@@ -73,14 +75,14 @@ int fp_board_ended(fp_board *board);
 /* Call all ranks at once, without a wait: for a rank whose collective has failed. Returns the number of the call, from 1; 0: no
  * rank answers calls; -1. */
 int fp_board_call(fp_board *board);
-/* Note for fp_board_said() each rank that has answered an earlier call and not this one. call: the number of the call. The
- * caller waits first: an answer takes up to 1.6 s. */
+/* Note for fp_board_said() each rank that answers calls and has not answered this one. call: the number of the call. The caller
+ * waits first: an answer takes up to 1.6 s. */
 int fp_board_miss_silent(fp_board *board, int64_t call);
 
-/* A new dict from ranks to texts (str). */
-PyObject *fp_board_said(fp_board *board); /* the reason why the rank does not come. Never waits for the store */
-PyObject *
-fp_board_entered(fp_board *board); /* the process number, its start in ticks, and the machine of each rank that
-                                              * has appeared */
+/* A new dict from ranks to texts (str): the reason why the rank does not come. Never waits for the store. */
+PyObject *fp_board_said(fp_board *board);
+/* A new dict with an entry for each rank that has appeared: its process number, the start of the process in ticks, the machine,
+ * and " finished" once the rank has finished. */
+PyObject *fp_board_entered(fp_board *board);
 
 FP_END_C

@@ -35,8 +35,8 @@ class Ending {
     bool said_ = false;
 };
 
-// The health board without its thread; the functions are those of fp_board.h. Any thread may call them. The GIL must not be
-// held: most functions wait for the store under lock_. They throw the exceptions of the store.
+// The health board without its thread; its functions are those of fp_board.h. Any thread may call them, without the GIL, as
+// most of them wait for the store under lock_. They throw the exceptions of the store.
 class Board {
   public:
     Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat);

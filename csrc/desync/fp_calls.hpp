@@ -3,10 +3,12 @@
 //
 //   key in the store   value
 //   "call"             the text of the last call, by whichever rank
-//   "answer of R"      the text of the last call that rank R has answered; it shows that R lived then
+//   "calls"            how many numbers Calls::next() has given
+//   "answer of R"      the text of the last call that rank R has answered; it shows that R lived then. The board sets another
+//                      text first, which shows that R answers calls
 //
-// flatparam/fsdp/desync/trace.py uses the same keys. Ranks are numbered as in the group that has the store. The functions wait
-// for the store: the GIL must not be held. They throw the exceptions of the store.
+// flatparam/fsdp/desync/trace.py uses "call" and "answer of R", and counts its calls itself. Ranks are numbered as in the group
+// that has the store. The functions wait for the store: the GIL must not be held. They throw the exceptions of the store.
 #pragma once
 
 #include <map>
@@ -49,8 +51,8 @@ class Calls {
     static int64_t number_of(const std::string &text);
 
     void ring(); // call without a wait, unless a later call is under way: all ranks that live answer one of the two
+    Call call(); // call all ranks
     // Two ways not to call while another rank does: then this rank joins that call, and waits for the same answers.
-    Call call();                              // call all ranks
     Call call_after(const std::string &last); // call if `last` is still the last call; else join the later one
     Call call_or_join(double recent); // join the last call if this rank answered it within `recent` seconds; else call
     std::string last();               // the text of the last call; empty: no rank has called

@@ -30,7 +30,8 @@ typedef struct {
  *   another rank has declared the group broken (key "broken")
  *   a rank asks about an event (key "pending"), and trace has another event at its index; or an
  *   exception has kept that rank from an event that trace has begun
- *   another rank has raised and lives on (key "trouble"), and the device waits for 2 s               "told"
+ *   another rank has raised and lives on (key "trouble"), more often in this step than this rank, and
+ *   the device waits for 2 s                                                                        "told"
  *   a rank of the group is lost: fp_board_said() has a reason                                                       yes
  *   4 s before the group's time-out some ranks have nothing pending, and do not answer a call     "absent"          yes
  *
@@ -48,9 +49,10 @@ int fp_watch_around(const char *group, const char *device, PyObject *wait);
  * tells no time-out. -1 with an exception: torch has no such device. */
 double fp_time_out(const char *group, const char *device);
 
-/* Start a thread that destroys group, without the GIL, as soon as it has the only reference. The destructor of a gloo group
- * waits until the group's collectives have ended, and a collective with a stopped rank does not end: in the caller's thread
- * that wait would hold the GIL. The thread ends with the process. Call this before torch's destroy_process_group(). Does nothing if torch has no such group. -1 with an exception: no thread can be started. */
+/* Start a thread that destroys group, without the GIL, as soon as the thread has the only reference. The destructor of a gloo
+ * group waits until the group's collectives have ended, and a collective with a stopped rank does not end: in the caller's
+ * thread that wait would hold the GIL. The thread ends at the latest with the process. Call this before torch's
+ * destroy_process_group(). Does nothing if torch has no such group. -1 with an exception: no thread can be started. */
 int fp_let_go(const char *group);
 
 /* Block the host until the current stream of device ("cuda:1") has done all that was queued. Ctrl-C ends the wait: -1 with
