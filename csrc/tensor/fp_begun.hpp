@@ -54,7 +54,7 @@ class WaitScope {
     void end();
 
   private:
-    std::shared_ptr<Wait> wait_; // null: the group is not watched, or the wait is captured into a CUDA graph
+    std::shared_ptr<Wait> wait_; // null: the group is not noted, the device is a CPU, or a CUDA graph captures the wait
 };
 
 struct Begun;
@@ -74,7 +74,7 @@ class PendingCollectives {
     // communicator for so long.
     bool has_waited(double patience);
 
-    // Whether has_work() is true of any group in this process.
+    // Whether has_work() is true of any noted group in this process.
     static bool any_has_work();
 
     // The device whose streams wait; none: no stream has waited yet.

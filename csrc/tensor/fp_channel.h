@@ -44,7 +44,7 @@ void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_grou
 enum {
     FP_EVENT_GATHERS = 0,
     FP_EVENT_REDUCES = 1,
-    FP_EVENT_GATHERS_OUTSIDE = 2,     /* outside of a step; issued by Python, as are 5, 6 and 7 */
+    FP_EVENT_GATHERS_OUTSIDE = 2,     /* outside of a step; issued by Python, as are 5, 6, 7 and 9 */
     FP_EVENT_REDUCES_ACCUMULATED = 3, /* with the gradients accumulated in no_sync */
     FP_EVENT_AGREES = 4,              /* the consensus of a forward: stale units, errors */
     FP_EVENT_CLIPS = 5,
@@ -58,7 +58,7 @@ enum {
 enum { FP_EVENT_TRAINED_BITS = 26 };
 /* The event as one number of 62 bits: ranks that differ in any part differ in the number. number: the id of the unit.
  * trained has FP_EVENT_TRAINED_BITS. A reduction: a hash of the flags requires_grad of the parameters. A gather of several
- * flat parameters: a hash of the ids of their units, and in the last 8 bits how many they are. Others: 0. */
+ * flat parameters: a hash of the ids of their units, and in the last 8 bits their number, at most 255. Others: 0. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {
@@ -69,7 +69,7 @@ int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* 1: bo
 int fp_group_place(const fp_group *group, int *rank, int *size); /* this rank's number in it, and its size; 0; -1 */
 int fp_group_world_rank(const fp_group *group, int rank);        /* the world rank of the group's rank; -1 */
 
-/* All-gathers over a group, one at a time, of which no watcher is told: _C.Gather owns it, and the drop-in uses that. */
+/* All-gathers over a group, one at a time. No watcher is told of them. _C.Gather owns one, for the drop-in. */
 typedef struct fp_gather fp_gather;
 /* group, name: as for fp_group_new(); name is needed. sliced: a wait returns after 300 ms. */
 fp_gather *fp_gather_new(PyObject *group, const char *name, int sliced);

@@ -93,8 +93,8 @@ c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tenso
 c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole,
                                               double factor = 1.0);
 c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
-// Each rank sends each rank, itself too, an equal part of `sent`, in rank order. only_other: of two ranks, each sends the other all
-// of it.
+// Each rank sends each rank, itself too, an equal part of `sent`, in rank order. only_other: of two ranks, each sends the other
+// all of it.
 c10::intrusive_ptr<c10d::Work> exchange(const fp_group &group, const at::Tensor &received, const at::Tensor &sent,
                                         bool only_other);
 

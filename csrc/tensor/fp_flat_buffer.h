@@ -70,8 +70,8 @@ void fp_flat_buffer_free(fp_flat_buffer *flat);
  * (fp_torch_free). If no values have to be gathered or converted (one shard, same dtype and device), it is the shard itself.
  * 1: it is new, and views must be made anew; 0: the present one fits; -1. */
 int fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard, const char *reason);
-/* 1: code outside has freed or resized the storage that is read next, the flat buffer's while it is gathered, else the
- * shard's: it has *present bytes and needs *needed. 0: it has enough; -1. */
+/* 1: code outside has freed or resized the flat buffer's storage while it is gathered, or the shard's: that one has *present
+ * bytes and needs *needed. 0: both have enough; -1. */
 int fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard, int64_t *present, int64_t *needed);
 /* Before a gather: if the memory is borrowed (a NumPy array), leave it to the borrower, and make an unsharded tensor with a
  * new storage. Graphs that need the old values are refused by autograd.
@@ -111,14 +111,16 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
  *   goes_on   an earlier call for the same values was interrupted: keep a secondary shard that it has begun
  *   reason    the message of an access to the unsharded tensor or a view before the wait; NULL: accesses are not refused.
  *             Values that were there before stay readable: they are the same, or their graph is refused
- * 1: it gathers from the shards; 0: from the secondary shards; -1: nothing is gathered, though the storage may have memory. */
+ * 1: it gathers from the shards, or the unsharded tensor is the shard; 0: from the secondary shards; -1: nothing is gathered,
+ * though the storage may have memory. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on, const char *reason);
 /* Join the collectives of one kind that n flat parameters begin between fp_flat_buffers_begin() and fp_flat_buffers_end() into
  * one call of the backend.
  *   _begin     1: joined: fp_flat_buffers_end() must follow, after a failure too, and then with no exception set; 0: as
  *              _can_join, and nothing has begun; -1
- *   _can_join  1: they can be joined; 0: the flat parameters have several groups, or the backend cannot join
+ *   _can_join  1: they can be joined; 0: n < 2, the CPU, several groups or a secondary shard, reductions in_order, or a
+ *              backend that cannot join
  *   _end       issues the joined call. 0; -1 */
 enum { FP_JOIN_GATHERS, FP_JOIN_REDUCTIONS, FP_JOIN_REPLICAS };
 int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
@@ -203,7 +205,7 @@ fp_flat_buffer_unsharded(fp_flat_buffer *flat); /* [total], new reference; None 
 /* Sum gradients from now on, and do not average them: the caller does. */
 void fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat);
 /* Add the gradients of the views to the accumulated gradient: [total] in the shard's dtype, in fp32 if the shard is bf16 or
- * fp16. With offloads it goes to host memory. */
+ * fp16. With offloads it goes to host memory. Nested: to the unreduced gradient of this backward, on the device. */
 int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
 /* Pack the sum of the accumulated gradient and gradients into the input of the reduction. There is no accumulated gradient
  * afterwards. A second call before fp_flat_buffer_start_reduce() adds to the input. */
@@ -229,7 +231,7 @@ int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObjec
 int fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives, fp_reduced *reduced);
 
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
-/* 1: nested: there are gradients of this backward with which no reduction has begun, as more graph tasks come to the views. */
+/* 1: nested: gradients of this backward await their reduction, as more graph tasks come to the views. */
 int fp_flat_buffer_has_unreduced(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The accumulated gradient, [total], a new reference; nested: this rank's part of it, [total / secondary.n], summed over
  * secondary.group. None: there is none. If it lies in host memory, the host waits for its copy there, and the result is the

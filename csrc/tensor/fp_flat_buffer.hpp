@@ -181,7 +181,7 @@ void wait_for_fill(fp_flat_buffer &flat);
 // Whether view lies at the place of parameter i in the flat buffer.
 bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);
 
-// Whether a and b, equally long and of one dtype, have the same bits: NaNs count as equal.
+// Whether a and b, equally long and of one dtype, have the same bits. So a NaN equals itself, and 0.0 is not -0.0.
 bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 
 // Tell autograd that the views are up to date with unsharded, which was changed in place; without it autograd would make

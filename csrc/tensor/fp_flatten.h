@@ -8,9 +8,9 @@ FP_BEGIN_C
 
 #include "core/fp_layout.h"
 
-/* 1: the n tensors are plain and contiguous (last stride 1), have one floating-point or complex dtype and one device, and
- * no two share memory. numels[i] is the numel of each, *trained the number of those that require grad. 0: Python must look
- * at each, and numels is undefined. -1. */
+/* 1: the n tensors are plain and contiguous (last stride 1), have memory, one floating-point or complex dtype and one device,
+ * and no two share memory. numels[i] is the numel of each, *trained the number of those that require grad. 0: Python must
+ * look at each, and numels is undefined. -1. */
 int fp_torch_survey(PyObject *const *tensors, Py_ssize_t n, int64_t *numels, Py_ssize_t *trained);
 
 /* A new 1-D tensor with elements [begin, end) of the flat parameter, 0 <= begin <= end: to make a shard, no memory for the

@@ -46,8 +46,8 @@ uint64_t fp_graph_now(void) FP_NOEXCEPT;
  * no history. */
 int fp_graph_hook(PyObject *tensor, fp_unit_ref *ref, uint64_t began);
 /* Call inputs_done(unit, when) once in each backward through tensors, a list of the inputs of a forward: when autograd has the
- * gradients of all of them that require grad and that the backward reaches. 1: hooked. 0: no hook can tell this, because no
- * input requires grad, or one is a leaf or a view of a unit's parameter. */
+ * gradients of all of them that require grad and that the backward reaches. 1: hooked. 0: no hook can tell this: no input
+ * requires grad, or one that does is a leaf or a view of a unit's parameter. */
 int fp_graph_hook_inputs(PyObject *tensors, fp_unit_ref *ref, int64_t when);
 /* Call the unit before autograd adds to .grad of one of params, the parameters of flat parameter number index: takes = 0:
  * before_accumulation; 1: param_gradient. Call it again with the same takes now and then, as torch drops such hooks when

@@ -6,13 +6,13 @@
 
 FP_BEGIN_C
 
-/* Find the runs of an optimizer's step. A run: consecutive parameters with a gradient, each of which begins where the one
- * before it ends, in one storage, as do their gradients, their states and the elements of their steps; the steps are equal. A
- * parameter that differs in any of it begins another run. It keeps nothing between calls, so nothing can be out of date.
+/* Find the runs of an optimizer's step. A run: consecutive parameters that have a gradient. Each parameter begins where the one
+ * before it ends, in one storage; so do their gradients, their states and the elements of their steps. Their steps are equal. A
+ * parameter that differs in one of these begins another run. Nothing is kept between calls, so nothing can be out of date.
  *
- * params: a list; state: the optimizer's, param -> dict; keys: a tuple of the states' names; steps: whether the first of them
- * is the number of the step, as Adam has it; without, they are SGD's. A run's other steps than the first grow by advance; torch
- * counts the first.
+ * params: a list; state: the optimizer's, param -> dict; keys: a tuple of the states' names. steps: 1: Adam's states, and the
+ * first of keys is the number of the step; 0: SGD's. Torch counts the first step of a run on; this function adds advance to the
+ * others.
  * Returns a new tuple (params, grads, one list for each key, counts, apart), with a 1-D tensor for each run of several
  * parameters, and the given tensor for one alone; counts: how many parameters each has. While one of torch's modes is on, each
  * run has one. apart: the parameters that torch's fused kernel would step wrongly or refuse: complex ones, those whose gradient

@@ -11,7 +11,7 @@ FP_BEGIN_C
  *                whole parameters (linear, conv) refuse it, and others that fail with it say why. On devices whose tensors
  *                cannot take the mark it is not marked
  *   marked = 0   the piece is the whole parameter, in the shape of the geometry
- * 0; -1 with ValueError for a piece outside of the shard: the pieces before it are set then. */
+ * 0; -1, with nothing set: ValueError for a piece outside of the shard, TypeError for a parameter that cannot take its data. */
 int fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard, int marked);
 
 /* Set the Python function explain(tensor): the text of the error (str), or None if tensor is no shard any more. A reference is
