@@ -1,9 +1,10 @@
 """``torchrun --max-restarts 0 ... -m flatparam.elastic script.py``: run a training process, and a new one if it dies.
 
-torchrun ends the whole job when one of its workers ends with an error. So its worker is this small process, the parent
-of the training process. If that is killed, or an epoch goes on without it, this process forks another one, which joins
-the training. It has imported torch and flatparam, and made nothing with them but a connection to the job's store. So a
-new process starts at once, and has no state of the one before.
+torchrun ends the whole job when one of its workers ends with an error. So its worker is this small process, the
+launcher, which is the parent of the training process. If the training process is killed, or an epoch goes on without
+it, the launcher forks another one, which joins the training. The launcher has imported torch and flatparam, and made
+nothing with them but a connection to the job's store. So a new process starts at once, and has no state of the one
+before.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the launcher. ``arguments``: of the command line; None: the process's. Returns: the exit status."""
     parser = argparse.ArgumentParser(
         prog="torchrun --max-restarts 0 ... -m flatparam.elastic",
         description="Run a script that trains with flatparam.elastic. If its process is killed, the other ranks go on, "
@@ -83,7 +85,11 @@ class _Slot:
         self._watches, self._has_failed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", False
 
     def run(self, joins: int) -> int:
-        """Return the exit status: in a child of the script; else of the last child, or of the job if it was killed."""
+        """Run the children one after another. ``joins``: how many more than the first.
+
+        Returns: in a child the script's exit status, which is 0; in the launcher that of the last child, or 0 if that
+        was killed, or replaced, and the job has ended well without it. Raises: StateError, StoreGoneError.
+        """
         for number in _ENDING:
             signal.signal(number, self._pass_on)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -103,7 +109,7 @@ class _Slot:
         return 0
 
     def _fork(self) -> bool:
-        """Whether this is the new process, which ends with its parent."""
+        """Fork. Returns: whether this is the new process; the system kills that when its parent ends."""
         parent = os.getpid()
         self._stopped = math.inf
         self._child = os.fork()
@@ -147,7 +153,7 @@ class _Slot:
         yield from self._epochs(member).drops(self._slots)  # which connects to the store at the first look
 
     def _look(self, at: Callable[[], Any]) -> Any:
-        """Return what the job's store says; None once it has failed, so that the job ends."""
+        """Return ``at()``, which reads the job's store; None where no agent keeps it, and once it has failed."""
         try:
             return at() if self._watches else None
         except (StateError, StoreGoneError):
@@ -162,7 +168,7 @@ class _Slot:
         return self._end_status()
 
     def _end_status(self) -> int | None:
-        """Return the exit status of the child; None while it runs or is stopped. If it was killed, so is its group."""
+        """Return the exit status of the child; None while it runs or is stopped. If it was killed, kill its group."""
         found = os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None

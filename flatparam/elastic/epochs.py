@@ -8,10 +8,10 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 |---|---|---|
 | ``epoch/N`` | the first to decide | the members of epoch N, and why it began |
 | ``here/N/MEMBER`` | that member | it has come to epoch N |
-| ``ended/MEMBER`` | its launcher | it was killed |
+| ``ended/MEMBER`` | its launcher | it was killed or replaced, and why |
 | ``asks``, ``ask/I`` | a new process | it asks to join |
 | ``left/MEMBER`` | that member | it has come to the end of the loop |
-| ``done`` | a rank, or the launcher of one that has ended | the job has ended well |
+| ``done`` | a rank, or the launcher of one that has ended with status 0 | the job has ended well |
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class Epochs:
         return self._decide(epoch, (one for one in epoch.members if one not in lost), epoch.asks, reason)
 
     def end(self, member: str, why: str) -> None:
-        """Say that ``member`` was killed."""
+        """Say ``why`` the process of ``member`` has ended: it was killed or replaced."""
         self._store.set(f"ended/{member}", why)
 
     def why_ended(self, member: str) -> str:
-        """Return why ``member`` was killed; empty: it is not known to be."""
+        """Return why the process of ``member`` has ended; empty: its launcher has not said that it has."""
         return self._store.value_at(f"ended/{member}")
 
     def ended(self, members: Iterable[str]) -> list[str]:
@@ -164,9 +164,9 @@ class Epochs:
         return self._store.add("asks", 0)
 
     def grown(self, epoch: Epoch, asks: int) -> Epoch:
-        """Decide that the processes join that have asked, up to number ``asks``. All ranks decide alike.
+        """Decide that the processes join that have asked, up to number ``asks``, which all ranks give alike.
 
-        A process takes the place of the one before in its slot.
+        A process takes the place of the one before in its slot. One whose name is late does not join.
         """
         keys = [f"ask/{i}" for i in range(epoch.asks + 1, asks + 1)]
         end = time.monotonic() + _SAYING
@@ -179,7 +179,7 @@ class Epochs:
     def wait_to_join(self, slots: int) -> Epoch | None:
         """Wait until this process is a member, and return its epoch; None: the job has ended.
 
-        It asks again if its name came late.
+        It asks again if its name came late. A process that has not asked waits for the end of the job.
         Raises: StateError if all members were killed.
         """
         epoch = self.first(slots)

@@ -23,7 +23,11 @@ from .snapshot import Key, checksum, read
 
 
 class Kept(NamedTuple):
-    """What a rank tells the others of a generation. ``corrupt``: names of parts that have changed since the commit."""
+    """What a rank tells the others of a generation.
+
+    ``members``: of the generation's epoch; ``number``: the rank's in it. ``has_copy``, ``has_parity``: its snapshot, or
+    its parity, is complete and intact. ``corrupt``: a message for each of the two that has changed since the commit.
+    """
 
     key: Key
     members: list[str]
@@ -36,9 +40,10 @@ class Kept(NamedTuple):
 class Generation:
     """The snapshots of one step on this rank: its own, ``data``, and its parity of the others in its group.
 
-    ``ranks``: the group, numbers of ranks in ``epoch``. ``is_whole``: the parity is complete here. ``before``: the
-    generation before; ``old``: one that is not used any more. What they do not need of their memory is taken.
-    ``pinned``: ``data`` is pinned memory, as it is copied from a device.
+    ``ranks``: the group, numbers of ranks in ``epoch``. ``longest``: bytes of the longest snapshot in it. ``is_whole``:
+    the parity is complete here. ``before``: the generation before; ``old``: one that is not used any more. This one
+    takes memory that they do not need: the copy of ``old``, and the receive buffer of one of them. ``pinned``: ``data``
+    is pinned memory, as it is copied from a device.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Generation:
         self.stripe = stripe_of(longest, len(ranks))
         length = self.stripe * max(1, len(ranks) - 1)
         self.data: Tensor = _of_length(length, None if old is None else old.data, pinned)
-        # of two ranks, what is received stays as the parity
+        # in a group of two the receive buffer stays: what was received is the parity
         giver = before if before is not None and before.is_whole and len(before.ranks) > 2 else old
         self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if giver is None else giver._got)
         if giver is not None:
@@ -88,7 +93,7 @@ class Generation:
             self.is_whole = True
 
     def check(self) -> Kept:
-        """Check this rank's copy and its parity."""
+        """Compare this rank's copy and its parity with their checksums."""
         corrupt = []
         try:
             read(self.data, self.key, self.number)
@@ -128,8 +133,9 @@ def add(out: Tensor, stripes: Sequence[Tensor]) -> Tensor:
 def rebuild(mine: Generation | None, lost: dict[int, list[int]], at: Callable[[int], int]) -> dict[int, Tensor]:
     """Rebuild the snapshots of lost ranks. A collective call of all ranks of the world.
 
-    Args: ``mine``: this rank's part of that step, or None; ``lost``: number of a lost rank -> its group; ``at``: the
-    rank in the world of a number. Returns: the runs that are rebuilt here, by number: on the first rank of the group.
+    Args: ``mine``: this rank's generation of that step, or None; ``lost``: number of a lost rank -> its group; ``at``:
+    the rank in the world of a number. Returns: the runs that are rebuilt here, by number: on the first rank of the
+    group that is left.
     """
     number = next((one for one, ranks in lost.items() if mine is not None and mine.number in ranks), None)
     if mine is None or number is None:  # no rank of this group is lost: take part in the others' collectives
@@ -147,7 +153,10 @@ def rebuild(mine: Generation | None, lost: dict[int, list[int]], at: Callable[[i
 
 
 def _exchanged(out: dict[int, Tensor], sizes: dict[int, int]) -> list[Tensor]:
-    """Send ``out``, rank -> bytes, and return the bytes that came, in the order of ranks. ``sizes``: rank -> number."""
+    """Send ``out``, rank -> bytes, and return the bytes that came, in the order of ranks.
+
+    ``sizes``: rank -> how many bytes come from it. A collective call of all ranks of the world.
+    """
     world: Any = dist.group.WORLD
     ranks = range(world.size())
     sent = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *(out[rank] for rank in sorted(out))])

@@ -5,7 +5,7 @@
 | plan: list the boxes of the old shards, as a save does | ranks that hold the model | nothing has changed |
 | bind units to the new ranks, plan the reads, as a load does | ranks that will hold it | bound as before |
 | move the bytes | all ranks | bound as before |
-| commit: tell units, set the optimizers' states | ranks that will hold it | an error says so |
+| commit: tell units, set extra states, then the optimizers' states | ranks that will hold it | bound to the new ranks |
 
 The old shards stay in memory until the commit.
 """
@@ -50,7 +50,8 @@ _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it t
 class Resized:
     """The result of ``resize``. ``sent``: bytes that this rank has sent.
 
-    ``extra``: the one that the ``rank % old size``-th of the old ranks gave; None on a rank that holds nothing now.
+    ``extra``: the one that old rank number ``i % old size`` gave, where this rank is ``ranks[i]``; None on a rank that
+    holds nothing now. Old ranks are numbered in their order.
     """
 
     sent: int
@@ -71,7 +72,8 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 
     Raises:
         CheckpointError, StateError: on every rank, naming the rank and the unit or parameter. Model and optimizer are
-            as before, unless a module's ``set_extra_state`` raises, which is called last.
+        as before. A module's ``set_extra_state`` is called after that, in the commit: if it raises, its exception
+        passes on that rank alone, whose optimizer has no state then.
     """
     moving = _Moving(model, optimizer, ranks)
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
@@ -104,7 +106,7 @@ def check_reduced(model: nn.Module, what: str) -> None:
 
 
 def inner_sizes(model: nn.Module) -> list[int]:
-    """Return for each unit the number of ranks that share its parameter."""
+    """Return for each unit the number of ranks that share its parameter in forward and backward."""
     groups = (wrapper._placement.param for wrapper in wrappers_in(model))
     return [1 if group is None else group.size() for group in groups]
 
@@ -121,7 +123,7 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 
 
 def leave(model: nn.Module) -> None:
-    """Bind the units of ``model`` to no ranks, and drop their values. Not a collective call; also after a failure."""
+    """Bind the units of ``model`` to no ranks, and drop their values. No collective call: it may follow a failure."""
     for wrapper in wrappers_in(model):
         wrapper._forget_interrupted()
         wrapper._unit.bind(Placement(), False)
@@ -134,7 +136,7 @@ def enter(model: nn.Module, optimizer: Any, here: dict[int, Held], inner: list[i
     All ranks of the world must call it. ``here``: the number of an old rank -> its boxes, on this rank; ``inner``:
     ``inner_sizes`` of the model as it was built. An inner group gets more ranks where ``inner`` does not divide the
     world, so that no rank needs more memory for parameters than it was built for.
-    Returns: the ``extra`` of the ``rank % old size``-th of the old ranks. Raises: as ``resize``; then call ``leave``.
+    Returns: the ``extra`` of old rank number ``rank % old size``. Raises: as ``resize``; then call ``leave``.
     """
     ranks = range(world().size())
     moving = _Moving(model, optimizer, ranks)
@@ -151,7 +153,7 @@ def dividing(least: int, size: int) -> int:
 
 
 class _Moving:
-    """One call on this rank. ``plan``: the boxes that it holds; ``loading``: the plan of its reads, None without."""
+    """One call on this rank. ``plan``: the boxes that it holds; ``loading``: the plan of its reads; None: no reads."""
 
     source: Pieces
 
@@ -297,9 +299,9 @@ class _Moving:
             self.loading.prepare_from(self.source)
 
     def compare_units(self) -> None:
-        """Compare the units over the new ranks, which gives them their ids there. A collective call of these ranks.
+        """Compare the units over the new ranks, and take their ids there. A collective call of these ranks.
 
-        Units over the same groups are compared at once: an exchange for each took a sixth of the time of 33 units.
+        Units over the same groups are compared at once: with 33 units an exchange for each took a sixth of the time.
         """
         paths = {wrapper: path for path, wrapper in self.model.named_modules()}
         together: dict[Any, list[tuple[Wrapper, Described]]] = {}
@@ -328,7 +330,7 @@ class _Moving:
             self.loading.finish()
 
     def undo(self) -> None:
-        """Bind all units and states as they were. Nothing, once ``commit`` has begun."""
+        """Bind all units and states as they were. Does nothing once ``commit`` has begun."""
         if self.loading is not None:
             self.loading.undo()
         while self._undo:

@@ -10,15 +10,17 @@ from .training import rank, size
 def samples(step: int, batch_size: int, length: int, seed: int = 0) -> list[int]:
     """Return the indices of this rank's samples in ``step``, for any number of ranks.
 
-    In an epoch each of the first ``length // batch_size * batch_size`` entries of a permutation comes once, also if the
-    number of ranks changes in it: step and ``batch_size`` decide the batch, and the ranks deal it out. The first
-    ``batch_size % size()`` ranks get one sample more.
+    In a pass over the data set each of the first ``length // batch_size * batch_size`` entries of a permutation comes
+    once, also if the number of ranks changes in it: step and ``batch_size`` decide the batch, and the ranks deal it
+    out. The first ``batch_size % size()`` ranks get one sample more.
 
     Args:
         step: of ``steps``.
         batch_size: samples of a step on all ranks together.
         length: samples of the data set, at least ``batch_size``.
-        seed: of the permutations, one for each epoch.
+        seed: of the permutations, one for each pass over the data set.
+
+    Raises: ValueError; StateError as ``rank``.
     """
     if not 0 < batch_size <= length:
         raise ValueError(f"elastic.samples: expected batch_size from 1 to {length}, got {batch_size}")

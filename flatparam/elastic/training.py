@@ -2,8 +2,8 @@
 
 | when | what happens |
 |---|---|
-| between two steps | each rank copies its state (``snapshot.py``), and sends stripes of the copy (``parity.py``) |
-| before the optimizer steps | the stripes have come, or it waits: the step before is committed |
+| after ``every`` steps | each rank copies its state (``snapshot.py``), and sends stripes of the copy (``parity.py``) |
+| before the optimizer steps | each rank waits for the others' stripes: then the copied step is committed |
 | a rank is lost | the others decide the next epoch (``epochs.py``), and go back to the last committed step in it |
 | a process asks to join | the same at the next step boundary, with no rank lost |
 """
@@ -55,7 +55,7 @@ from .transport import Held
 _CONNECTING = 1.0  # seconds in gloo for a new world, as all members have come; twice as long in each further try
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _LOOKING = 0.5  # seconds for a lost rank, if a world cannot be made
-_ATTEMPTS = 3  # worlds that are left, with no rank known to be lost, before an error passes
+_ATTEMPTS = 3  # worlds of the same members, with no rank known to be lost: the error of the last one passes
 _set_time_out = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in torch 2.15
 Build = Callable[[], tuple[nn.Module, Any]]
 _training = Lifetime("from the start of `flatparam.elastic` to the end of the process")
@@ -65,8 +65,8 @@ _here = threading.local()
 class Session:
     """The training of one rank, through all its epochs.
 
-    ``step``: steps that are done. ``generations``: snapshots of this rank, oldest first: two, or three while the newest
-    is not whole on all ranks.
+    ``step``: the number of steps that are done. ``generations``: snapshots of this rank, oldest first: at most two, or
+    three from the first commit of an epoch to the second.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Session:
     # Worlds
 
     def make_world(self, epoch: Epoch) -> None:
-        """Come to ``epoch`` or a later one, and make its world. Raises: Replaced; RuntimeError if a rank is lost."""
+        """Come to ``epoch`` or a later one, and make its world. Raises: as ``meet``; RuntimeError if a rank is lost."""
         tried, epoch = self.epoch, self.epochs.meet(epoch)
         self._attempts = self._attempts + epoch.number - tried.number if epoch.members == tried.members else 0
         self.epoch = epoch
@@ -135,7 +135,7 @@ class Session:
     def make_group(
         self, make: Callable[..., Any], ranks: Sequence[int], backend: str, name: str, timeout: datetime.timedelta
     ) -> Any:
-        """Return what ``make(timeout=...)`` of torch does: the group ``name`` of ``ranks``; none: the world.
+        """Return the result of torch's ``make(timeout=...)``, with the group ``name`` of ``ranks``; empty: the world.
 
         ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
         Raises: OrderError if a rank is lost or does not come within ``timeout``; RuntimeError.
@@ -202,7 +202,10 @@ class Session:
             one.register_step_pre_hook(lambda *_: self.complete())
 
     def ask_to_join(self, build: Build) -> tuple[nn.Module, Any]:
-        """Build the model over a fake world, ask to join the job, and wait for it. ``begin`` joins."""
+        """Build the model over a fake world, ask to join, and wait for the epoch. ``begin`` makes its world.
+
+        Raises: SystemExit with status 0 if the job has ended; as ``wait_to_join``.
+        """
         hook = sys.excepthook
         dist.init_process_group("fake", store=in_memory().raw, rank=0, world_size=self.slots)
         sys.excepthook = hook
@@ -217,9 +220,9 @@ class Session:
     # Commits
 
     def commit(self) -> None:
-        """Take a snapshot of the step that is done, and begin to send its parity. Take in processes that ask to join.
+        """Take a snapshot of the step that is done, and begin to send its stripes. Take in processes that ask to join.
 
-        The parity of the snapshot before is whole on all ranks then. A collective call.
+        At its end the parity of the snapshot before is whole on all ranks. A collective call.
         """
         number, size = dist.get_rank(), dist.get_world_size()
         self._check_step()
@@ -258,7 +261,10 @@ class Session:
         return lengths, asks
 
     def _check_step(self) -> None:
-        """Complete the parity before, and wait for the step that is done. Raises: RuntimeError if it is not valid."""
+        """Complete the parity before, and wait for the step that is done.
+
+        Raises: RuntimeError if its values are not valid; StateError if gradients are not reduced.
+        """
         self.complete()
         _check_communicators()
         check_reduced(self.model, "elastic.steps")
@@ -267,11 +273,15 @@ class Session:
     # Recovery
 
     def recover(self, error: Exception) -> None:
-        """Go on without the ranks whose loss has caused ``error``. Raises: ``error`` if no rank is lost; Replaced."""
+        """Go on without the ranks whose loss has caused ``error``. Raises: as ``epoch_after`` and ``go_to``."""
         self.go_to(self.epoch_after(error))
 
     def epoch_after(self, error: Exception) -> Epoch:
-        """Return the epoch that follows on the loss that has caused ``error``. Raises: ``error`` if no rank is lost."""
+        """Return the epoch that follows on the loss that has caused ``error``.
+
+        If no rank is known to be lost, but the error may come from one, all members go on, at most ``_ATTEMPTS - 1``
+        times: who does not come to the next world is lost. Raises: ``error`` for any other cause, and after that.
+        """
         is_of_ranks = isinstance(error, OrderError | CheckpointError)
         is_of_transport = isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
         if isinstance(error, StateError) or not (is_of_ranks or is_of_transport):
@@ -297,7 +307,10 @@ class Session:
         raise error
 
     def go_to(self, epoch: Epoch) -> None:
-        """Leave the world for that of ``epoch``, or a later one if more ranks are lost, with the committed state."""
+        """Leave the world for that of ``epoch``, or a later one if more ranks are lost, with the committed state.
+
+        Raises: CheckpointError, StateError on all ranks if there is no such state; Replaced.
+        """
         found: _Found | str | None = None
         while found is None:
             self.end_world()
@@ -368,6 +381,7 @@ class Session:
     # The loop
 
     def begin(self, model: nn.Module, optimizer: Any, extra: Any) -> None:
+        """Check the arguments of ``steps``. A process that joins comes to its epoch here."""
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
         if self.epochs.wait_for_end(0.0):
@@ -409,7 +423,7 @@ class Session:
         return bool(self.generations) and self.generations[-1].epoch == self.epoch
 
     def complete(self) -> None:
-        """Wait until the parities are complete. Before an optimizer step. Raises: OrderError if a rank is lost."""
+        """Wait until the parities are complete. A hook before optimizer steps. Raises: OrderError if a rank is lost."""
         for generation in self.generations:
             generation.complete()
 
@@ -431,7 +445,7 @@ def _meeting_first(original: Any) -> Any:
 
 
 def _connects(backend: str) -> bool:
-    """Whether a group of this ``backend`` connects as torch makes it, by gloo, and torch can set its time-out later."""
+    """Whether gloo connects a group of this ``backend`` when torch makes it, and torch can set its time-out later."""
     found = dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     names, is_wrapped = set(found.values()), dist.get_debug_level() == dist.DebugLevel.DETAIL
     return "gloo" in names and names <= {"gloo", "nccl"} and found.keys() <= {"cpu", "cuda"} and not is_wrapped
@@ -635,13 +649,16 @@ def start(
 def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> Iterator[int]:
     """Yield the numbers of the steps to do, from 0 to ``until - 1``; a step is yielded again after a loss in it.
 
-    Before each, all ranks commit the step before: each keeps what another rank would need. All ranks must take part.
+    Before the first, and every ``every`` steps, all ranks commit the step before: each keeps parts of others' state.
+    All ranks must take part.
 
     Args:
         model, optimizer: of ``start``.
         until: the number of steps of the training.
         extra: with ``state_dict`` and ``load_state_dict``, as schedulers have, or a dict of such objects. It goes back
             with the model. Random numbers of the CPU and of the model's devices do so by themselves.
+
+    Raises: ValueError, StateError for other arguments than in ``start``, or than on other ranks.
     """
     session().begin(model, optimizer, extra)
     return session().steps(until)
@@ -649,7 +666,7 @@ def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> It
 
 @contextlib.contextmanager
 def survive() -> Iterator[None]:
-    """A block with one step. If other ranks are lost in it, go back to the last committed step with the rest.
+    """A block with one step. If other ranks are lost in it, the rest goes back to the last committed step.
 
     The block ends then, and ``steps`` yields the step to do again. Other errors pass. Raises: CheckpointError on all
     ranks, if they have not kept enough; Replaced, which ends a process that others took for lost.

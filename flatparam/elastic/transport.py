@@ -1,7 +1,8 @@
 """Move boxes of tensors from the ranks that hold them to the ranks that read them: the intersections and no more.
 
 A plan of a save lists the boxes of a rank, and a plan of a load the parts of boxes that a rank reads. ``Pieces`` is the
-source of that load: a file of it is the memory of a rank. It owns nothing; the boxes are views of the models' memory.
+source of that load: a file of it is the memory of a rank. It owns the small tensors alone. The boxes are views of the
+model's memory (``resizing.py``), or of a snapshot (``training.py``).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..common.tensors import bytes_of, row_major
 from ..fsdp.desync.checked_collectives import exchange, gather_objects
 from ..fsdp.desync.events import SetupCollective
 
-ROUND_BYTES = 2**24  # a rank sends another one at most so many bytes at once, or one part of a box
+ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one part of a box more
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
 
-# Bytes of small tensors, by file and number of the box: a tensor takes 90 us to pickle and load
+# Bytes of small tensors, by file and number of the box. Not tensors: one takes 90 us to pickle and load
 Small = dict[tuple[str, int], bytes]
 Table = tuple[dict[str, Any], list[Any], Small]
 
@@ -63,8 +64,8 @@ def described(plan: SavePlan) -> Table:
 class Pieces(Source):
     """The boxes of all ranks that held a model, for rank ``me``. ``told``: each one's table, and who has it now.
 
-    Replicas have equal boxes. A rank takes its own, or that of one replica: ranks with other numbers take other ones.
-    ``holder``: file -> the rank that has its boxes.
+    Replicas have equal boxes. A rank takes its own, else that of replica number ``me`` modulo their number: so the
+    reads are spread. ``holder``: file -> the rank that has its boxes.
     """
 
     def __init__(self, told: Sequence[tuple[Table, int]], me: int):
@@ -91,7 +92,7 @@ class Pieces(Source):
         return 0  # memory has no checksums
 
     def read(self, read: Read) -> None:
-        """Read from a small tensor."""
+        """Read from a small tensor. ``move`` carries out the other reads."""
         small = torch.empty(read.chunk.sizes, dtype=_dtype(read), device="cpu")
         bytes_of(small)[:] = self._small[read.chunk.file, read.chunk.begin]
         read.out.copy_(box_of(small, read.begin, read.out.shape))
