@@ -81,7 +81,7 @@ def write_file(
     ``values``: returns the tensor of a part when its turn comes; the part itself may have a meta tensor.
     ``metadata``: entries of the header beside those of torch's distributed checkpoints.
     Returns: the index's entry for the file: its size in bytes, the crc32 of its header, and the boxes in it.
-    Raises: CheckpointError for a name that the format lacks, before the file is made; OSError. A file that could not
+    Raises: CheckpointError for a name that the format reserves, before the file is made; OSError. A file that could not
     be written to its end is left there: the caller removes its folder. The caller has checked the dtypes.
     """
     parts = sorted(parts, key=lambda part: -part.tensor.itemsize)

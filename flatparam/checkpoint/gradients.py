@@ -40,10 +40,11 @@ def _place(held: UnitParam) -> tuple[int, int, int]:
 
 
 def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool) -> _C.Block:
-    """Return a block that gives ``Kept``, the accumulated gradients. In it, ``.grad`` shows the reduced gradients.
+    """Return a block that gives ``Kept``, the accumulated gradients: views of the units' memory.
 
-    The tensors in ``Kept`` are views. ``saves``: False refuses accumulated gradients instead.
-    Raises: StateError, ValueError naming a unit. At its end ``.grad`` is as before.
+    In the block ``.grad`` shows the reduced gradients. At its end, also after an exception, ``.grad`` is as before.
+    ``saves``: False: ``Kept`` is empty, and accumulated gradients are refused. The block's begin raises: StateError,
+    ValueError naming a unit.
     """
 
     def begin() -> Kept:

@@ -35,6 +35,7 @@ class Index:
     |---|---|
     | ``files`` | file -> (bytes, crc32 of its header) |
     | ``tensors`` | folder -> name -> boxes |
+    | ``about`` | versions; rank 0's ``aliases``, ``modules``, ``given``, ``metadata``; ``base`` (`base.py`) |
     | ``optimizer`` | None, or ``groups``, ``optimizers``, ``classes``, ``states`` |
     | ``optimizers`` | the label of each group's optimizer |
     | ``classes`` | label -> class; absent in older checkpoints |

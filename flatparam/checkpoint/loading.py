@@ -171,7 +171,7 @@ class Loading(ModelPlan):
         convert: Convert = None,
         meter: Any = None,
     ) -> list[Any]:
-        """As ``prepare``, of an open ``source``."""
+        """As ``prepare``, of an open ``source``. Without ``meter`` no bytes are compared with checksums."""
         self.source = source
         index, base = source.index, source.about.get("base")
         self.index = index
@@ -268,6 +268,7 @@ class Loading(ModelPlan):
             check_sums(self.index.about["base"], [sums for _, sums in said])
 
     def close(self) -> None:
+        """Restore the values that ``prepare`` has changed, unless ``commit`` has begun, and close the files."""
         self.undo()
         if self.source is not None:
             self.source.close()

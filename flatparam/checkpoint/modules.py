@@ -36,7 +36,7 @@ _PLAIN = {"version": 1}  # torch's metadata for a module without its own
 
 @dataclass
 class Given:
-    """A sorted state dict. ``names``: the keys of each parameter and buffer; ``tensors``, ``values``: other entries.
+    """A state dict by kinds. ``names``: the keys of each parameter and buffer; ``tensors``, ``values``: other entries.
 
     ``metadata``: path of a module -> its metadata, if it is not torch's default.
     """
@@ -63,7 +63,7 @@ class Taken:
 
 
 def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
-    """Return the sorted state dict of ``module``; None: it has ``held`` and nothing else. No collective call.
+    """Return the state dict of ``module`` by kinds; None: it has ``held`` and nothing else. No collective call.
 
     Raises: CheckpointError naming the entry, if a hook gives another value for a parameter, or a tensor that no file
     can hold; and any exception of a module.
@@ -107,11 +107,11 @@ def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
 
 
 def as_they_are(module: nn.Module, held: list[LocalParam], values: Mapping[str, Any], strict: bool) -> set[str]:
-    """Return the names of those ``values`` of a file that the state dict of ``module`` has, and has alike.
+    """Return the names in ``values`` under which the state dict of ``module`` has an equal value now.
 
-    ``values``: tensors and others that modules wrote when it was saved, and that no module loads. No collective call.
-    Raises: CheckpointError naming one that the state dict has otherwise, if ``strict``: the parameters beside it would
-    be loaded without it.
+    ``values``: the file's tensors and others that modules wrote when it was saved, and that no module loads. No
+    collective call. Raises: CheckpointError naming one that the state dict has otherwise, if ``strict``: the parameters
+    beside it would be loaded without it.
     """
     now = given_by(module, held) if values else None
     here = {} if now is None else {**now.tensors, **now.values}
@@ -150,7 +150,7 @@ def _tensor(name: str, value: Tensor) -> Tensor:
 
 
 def take(module: nn.Module, held: list[LocalParam], source: Source) -> Taken | None:
-    """Let ``module`` load a state dict of ``source`` with stand-ins for parameters. None: it has no code for loading.
+    """Let ``module`` load a state dict of ``source`` with stand-ins for parameters. None: no module has such code.
 
     Buffers get their values. The caller reads the parameters, by ``Taken.names``. No collective call.
     Raises: any exception of a module; CheckpointError if a module computes with a parameter or keeps a stand-in. All

@@ -66,8 +66,8 @@ class SavePlan:
     """The plan of one rank.
 
     ``parts``: file -> boxes to write. ``told``: values for the index, as JSON. ``held``: parameters and buffers here.
-    ``alone``: values that are written only if they differ from rank 0's. ``shares``: replicas of a shard share the
-    writing; False: each lists all of it.
+    ``alone``: values that no unit manages. A rank other than 0 writes its own only if they differ from rank 0's.
+    ``shares``: replicas of a shard share the writing; False: each lists all of it.
     """
 
     parts: dict[str, list[Part]] = field(default_factory=dict)

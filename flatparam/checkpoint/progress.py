@@ -25,7 +25,7 @@ _GONE = (OSError, ValueError)  # raised if standard error is closed
 class Summary:
     """The result of a save, load or export. ``bytes``: of all ranks; ``own_bytes``: of this one.
 
-    ``id``: the checkpoint's; None for foreign files. ``seconds``: from the call to its end.
+    ``id``: the checkpoint's; None for foreign files. ``seconds``: from the call to its end; of a save without the plan.
     """
 
     path: str
@@ -80,5 +80,5 @@ def note_newest(model: nn.Module | None, path: str) -> None:
 
 
 def newest_of(model: nn.Module) -> tuple[float, str] | None:
-    """Return when this rank has last saved or loaded ``model``, in seconds of the clock, and the path."""
+    """Return when this rank has last saved or loaded ``model``, in seconds of the clock, and the path; None: never."""
     return _newest.get(model)

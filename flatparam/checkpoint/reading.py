@@ -92,7 +92,7 @@ class Source:
         raise AssertionError("a chunk of no tensor")
 
     def fit(self, names: set[str]) -> None:
-        """Tell the source the model's names: if they begin with a prefix, it is not one that a saving program added."""
+        """Tell the source the model's names: a prefix that they have too was not added by the program that saved."""
 
     def path_of(self, chunk: Chunk) -> Path:
         return self.entry(chunk).path
@@ -159,7 +159,9 @@ class Checkpoint(Source):
             os.close(self._open.popitem()[1])
 
     def entry(self, chunk: Chunk) -> Entry:
-        """Open the file of ``chunk``, if it is not open. The entry is valid until ``MOST_OPEN`` other files are opened.
+        """Open the file of ``chunk``, if it is not open. The entry is valid until the next file is opened.
+
+        At ``MOST_OPEN`` open files that closes the one that was opened first, however late it was used.
 
         Raises: CheckpointError, if size or header differ from those that were written.
         """

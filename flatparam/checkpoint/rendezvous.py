@@ -1,4 +1,4 @@
-"""Let the ranks of a save or a load agree, through the store of the world: no collective, so any thread may do it.
+"""Let the ranks of a save, load or resize agree, through the world's store: no collective, so any thread may do it.
 
 Each rank writes one value, the first rank decides for all and writes the verdict. Waits end if a rank is gone.
 """
@@ -38,7 +38,7 @@ class Rendezvous:
     The collective traces of ``model``'s groups record it, so a rank that runs a unit in its place is found: until all
     ranks have come to the first ``agree``, its waits look into these traces. Without process groups, or with a backend
     without real ranks, this process is alone.
-    Raises: OrderError if another rank has come to a collective of ``model``.
+    Raises: OrderError if another rank has come to a collective of ``model``; ValueError if ``group`` lacks this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, call: SetupCollective, model: nn.Module):
@@ -79,9 +79,11 @@ class Rendezvous:
         """Call ``work``, then on the first rank ``decide`` with all ranks' results; return its result on every rank.
 
         All ranks call it. All results are values for JSON. If ``work`` raises on a rank, ``decide`` is not called.
-        ``is_last``: the first rank waits until all that live have read, as its process may end and the store with it.
+        ``is_last``: the first rank waits ``liveness.READING`` seconds at most until all that live have read, as its
+        process may end and the store with it.
         Raises: on every rank: the rank's own error, as it is or as a CheckpointError; else a CheckpointError with the
-        first rank's error.
+        error of the first rank that has one. OrderError if the first rank is gone, or a rank runs a unit in place of
+        this call.
         """
         mine = None
         error: BaseException | None = None

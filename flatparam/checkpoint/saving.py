@@ -176,8 +176,9 @@ def async_save(
 ) -> Pending:
     """Copy this rank's boxes to host memory (pinned, if they are on an accelerator), and ``save`` them in a thread.
 
-    Returns after the copy. ``wait()`` of the result raises the error of the save. Without a ``wait()`` the next save
-    raises it, or a warning at the end of the program shows it.
+    All ranks must call it; it returns after the copy. Raises: CheckpointError as ``save``, for arguments and values.
+    ``wait()`` of the result raises a later error of the save. Without a ``wait()`` the next save raises it, or a
+    warning at the end of the program shows it.
     """
     saving = _Saving(path, model, optimizer, extra, process_group, overwrite, trainable_only, progress)
     saving.copy()

@@ -47,7 +47,7 @@ class StandIns(TorchFunctionMode):
         self.copied: dict[LocalParam, list[Tensor]] = {}
         self._of_model: dict[int, tuple[Tensor, LocalParam]] = {}
         self._in_file: dict[int, tuple[Tensor, str]] = {}
-        self._storages: dict[int, str] = {}  # of these
+        self._storages: dict[int, str] = {}  # address of such a stand-in's storage -> name
         self._whole: dict[int, tuple[Tensor, LocalParam]] = {}
 
     def held_of(self, value: Any) -> LocalParam | None:
@@ -95,7 +95,7 @@ class StandIns(TorchFunctionMode):
         return self.read(name)
 
     def still_used(self) -> list[str]:
-        """Return names of the file's tensors whose stand-ins have other references than from this object."""
+        """Return names of the file's tensors to whose stand-ins others than this object refer."""
         counts = collections.Counter(id(source) for sources in self.copied.values() for source in sources)
         mine = 3  # references: the dict, the loop variable, the argument
         return [name for made, name in self._in_file.values() if sys.getrefcount(made) > mine + counts[id(made)]]
