@@ -28,7 +28,7 @@ _BUFFER = "momentum_buffer"
 def _runs(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], keys: tuple[str, ...], make_states: Callable[[], object]
 ) -> tuple[list[Any], ...] | None:
-    """Return the tensors of a step of ``group``, with one for each run (``_C.runs``); None: torch has to step it.
+    """Return lists of tensors for a step of ``group``, one tensor a run (``_C.runs``); None: torch has to step it.
 
     ``make_states()`` is called if one of the states ``keys`` is missing.
     """
@@ -49,7 +49,7 @@ def _runs(
 
 
 def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: Sequence[str]) -> None:
-    """Move the states of ``params`` into one tensor for each of ``keys``: one by one, so the old ones are freed."""
+    """Move the states of ``params`` into one tensor for each of ``keys``, key by key, so that old ones are freed."""
     for key in keys:
         values = [state[param][key] for param in params]
         sizes, shapes = [value.numel() for value in values], [value.shape for value in values]
@@ -136,7 +136,7 @@ class SGD(_Fused, torch.optim.SGD):
         return super()._is_unfit(param) or is_half_on_host(param)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Step runs here: torch's step would keep their momentum as states of the runs. It finds nothing to do."""
+        """Step the runs here, and leave torch's step nothing: it would keep the momentum as states of the runs."""
         init_group: Any = super()._init_group
         has_momentum = group["momentum"] != 0
         known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])

@@ -46,7 +46,8 @@ _traces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace | Non
 def trace_of(group: dist.ProcessGroup | None, device: torch.device) -> GroupTrace | None:
     """Return the trace of ``group`` for units on ``device``. A group may have one backend for each device type.
 
-    None: the group has one rank, or its ranks are not processes, or it has no store and so cannot be checked.
+    None: the group is not checked. It has one rank, no store, no backend of torch's for the device, or ranks that are
+    not processes.
     """
     if group is None:
         return None
@@ -176,9 +177,10 @@ _still_troubled: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # world
 
 
 def still_troubled(parts: Iterable[Shared], error: Exception | None) -> _C.Block:
-    """A block whose collectives come after ``error``, which other ranks may not have come to; None: there is none.
+    """A block with collectives that this rank issues although it has caught ``error``; None: it has caught none.
 
-    If they are elsewhere, all ranks raise the text of ``error``, and not that they differ.
+    Other ranks may not come to them. If they are elsewhere, all ranks raise the text of ``error``, and not that ranks
+    differ.
     """
 
     world: Any = dist.group.WORLD

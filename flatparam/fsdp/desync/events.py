@@ -34,7 +34,10 @@ _CALLS = {  # by kind: the call of a user that issues it. The others belong to a
 
 
 class SetupCollective(enum.Enum):
-    """The purposes of collectives that belong to no unit, in words for messages. The last three are meetings."""
+    """The purposes of collectives that belong to no unit, in words for messages.
+
+    The last three are meetings in a store. ``RESIZES`` is also the purpose of collectives in such a meeting.
+    """
 
     BUILDS = "builds a unit"
     SENDS_MODULES = "builds a unit that rank 0 gives values (sync_module_states)"

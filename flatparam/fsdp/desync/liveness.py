@@ -80,7 +80,7 @@ class HealthBoard:
 
     @reaching()
     def enter(self) -> None:
-        """Count this rank among the readers of posts: a rank that ends waits for all of them."""
+        """Count this rank among the readers of posts, and its place in the store as one of this world."""
         if not self._is_member:
             self._is_member = True
             self.native.enter()
@@ -278,11 +278,12 @@ def wait_for_keys(
     takes_long: bool = False,
     look: Callable[[float], object] = lambda waited: None,
 ) -> None:
-    """Wait until each of ``ranks`` has set its key in ``keys``, or until the time-out. Ctrl-C ends the wait.
+    """Wait until each of ``ranks`` has set its key in ``keys``. Ctrl-C ends the wait. At the time-out it returns, too.
 
     ``patience``: the time-out in seconds; None: the store's. ``takes_long``: wait beyond it, as long as the ranks
     answer calls; ``look``: called meanwhile, with the seconds so far; raises if it finds that a rank does not come.
-    Raises: OrderError if one of the ranks has ended before it set its key, or has not begun at the time-out.
+    Raises: OrderError if one of the ranks has ended before it set its key; with ``takes_long`` also if one has shown no
+    sign of life at the time-out.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     key_of = dict(zip(ranks, keys, strict=True))
@@ -339,7 +340,7 @@ def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
 
 
 def heartbeat() -> float:
-    """Return the seconds without a sign of life after which a process counts as stopped; 0: never."""
+    """Return seconds without a sign of life after which a process counts as stopped; 0: never. Raises: ValueError."""
     text = os.environ.get("FLATPARAM_HEARTBEAT", "10")
     try:
         seconds = float(text)

@@ -51,7 +51,9 @@ def check_same_unit(
     digests: Callable[[], dict[str, int]],
     shown: tuple[str, str],
 ) -> Agreed:
-    """Compare a unit over each of ``groups``, and assign its ids. A collective call: 48 bytes a rank and group.
+    """Compare a unit over each of ``groups``, and take its ids. A collective call: 48 bytes a rank and group.
+
+    The caller assigns the ids to the unit (``unit_ids.assign``).
 
     Args: ``groups``: the list is emptied once the comparison has begun, see ``telling``; ``inner``: another group that
     needs an id of the unit; its ranks are all in one of ``groups``; ``digests``: returns the digest of each parameter's

@@ -7,7 +7,7 @@ the other ranks through the group's store:
 | this rank | other ranks with the same past | it goes on |
 |---|---|---|
 | has no prediction | ask too | at once: the first rank posts its collective, the others compare with it |
-| comes to another collective | do not ask if they follow the prediction | when all have asked; to a meeting at once |
+| comes to another collective | do not ask if they follow the prediction | when all have asked; at once for a meeting |
 | was kept from a collective by an exception | may wait in that collective | when all were kept from the same |
 
 A rank that follows the prediction may wait in its collective for ranks that never come. It looks into the store a few
@@ -18,7 +18,8 @@ communicator if the ranks differ.
 rank of the group raises the same OrderError, and the group cannot be used any more (``_break``). A trace knows a unit
 by its id, no parameter and no layout.
 
-Keys in the store, below the group's generation; ``N`` is the number of a collective:
+Keys in the store, below the group's generation; ``N`` is the number of a collective, ``R`` a world rank, ``I`` a rank's
+number in the group:
 
 | key | value |
 |---|---|
