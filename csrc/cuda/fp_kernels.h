@@ -92,7 +92,7 @@ fp_norm_blocks(int64_t end)
 #define FP_CAPTURE_MODE_RELAXED 2 /* every call is allowed */
 
 /* The kernels of one type of device. pack, norm and scale queue one launch on a stream of the current device and do not wait.
- * They return 0, or the number of an error that message() explains; then nothing is queued. Any thread may call them. */
+ * They return 0, or the number of an error that message() explains; then no kernel is queued. Any thread may call them. */
 typedef struct {
     size_t argument_bytes;    /* the most bytes that a table may have */
     int (*works)(int device); /* 1: the current device, which has this index, can run the kernels; 0 */

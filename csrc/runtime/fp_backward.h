@@ -1,6 +1,7 @@
 /* runtime/fp_backward.h -- the callbacks that autograd calls for a unit and for a model in a backward. They run in any
- * thread of autograd, with the GIL held, and take the root's lock while they work. They give 0, or -1 with an exception,
- * which backward() raises. After that fp_root_in_backward(root) stays 1, and the next forward or backward recovers the model.
+ * thread of autograd, with the GIL held, and take the root's lock while they work. They give 0, param_gradient also 1, or -1
+ * with an exception, which backward() raises. After that fp_root_in_backward(root) stays 1, and the next forward or backward
+ * recovers the model.
  *
  *   in a backward                               callback                          what it does
  *   the gradient of an output is there          before_backward of the unit       gathers the unit

@@ -21,7 +21,7 @@ int fp_fresh_is_old(fp_unit *unit);
  * watched once. */
 int fp_fresh_may_gather_ahead(const fp_unit *unit);
 /* The first forward of the unit in this pass begins: note if its shard was written to since the forward of the unit before
- * it. */
+ * it; with min_unit_bytes, since the first forward of the pass. */
 void fp_fresh_learn(fp_unit *unit);
 /* 1: when the next forward of the model begins, the ranks tell each other what they have noted. */
 int fp_fresh_is_learned_next(const fp_unit *unit);

@@ -72,8 +72,8 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 
     Raises:
         CheckpointError, StateError: on every rank, naming the rank and the unit or parameter. Model and optimizer are
-        as before. A module's ``set_extra_state`` is called after that, in the commit: if it raises, its exception
-        passes on that rank alone, whose optimizer has no state then.
+            as before. The commit then calls ``set_extra_state`` of modules: if one raises, its exception passes on that
+            rank alone, and the optimizer has no state there.
     """
     moving = _Moving(model, optimizer, ranks)
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
