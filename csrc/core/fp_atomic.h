@@ -29,7 +29,7 @@ typedef struct {
 
 enum { FP_ATOMIC_TRIES = 4096 };
 
-/* Write the least length of a shard with which all parameters fit to *shard_numel. A try of one length is O(n). After
+/* Write to *shard_numel the least length of a shard with which all parameters fit. A try of one length is O(n). After
  * FP_ATOMIC_TRIES tries the search goes on in steps of at least 1 / FP_ATOMIC_TRIES of the length, so the result may be
  * longer than the least one. It is at most the sum of all parameters, each rounded up to the alignment: then one shard holds
  * all. FP_OK; FP_EOVERFLOW, and nothing written, if world_size + 2 such shards have more than most_padded elements. */

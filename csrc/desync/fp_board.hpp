@@ -102,7 +102,8 @@ class Board {
 // and on which a call takes 10 s at most; null if this kind of store has no second connection. Throws if group has no store.
 c10::intrusive_ptr<c10d::Store> store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own);
 
-// The same over a second connection if there is one, else over the shared one.
+// The keys below prefix in the store of group: over a second connection if there is one, else over the shared one. Throws if
+// group has no store.
 c10::intrusive_ptr<c10d::Store> best_store_of(const c10d::ProcessGroup &group, const std::string &prefix);
 
 // A process group by the name under which torch registered it. It does not keep the group alive.

@@ -121,11 +121,11 @@ int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg
 
 /* ---- the attributes of modules ---- */
 
-/* Give the modules the views (1) or the original parameters (0), even if they have them already. With an extension, views are
- * made anew each time: its tensors belong to the graph of one forward. Setting an attribute may run code of the user. */
+/* Give the modules the views (1) or the original parameters (0), even if they have them already. An extension makes its tensors
+ * anew each time, as they belong to the graph of one forward. Setting an attribute may run code of the user. */
 int fp_flat_param_show(fp_flat_param *flat_param, int views);
-/* The same, unless the modules have them already. _show_views() sets tensors of an extension each time. _show_params() does
- * nothing if there are no original parameters. */
+/* fp_flat_param_show() with 1 and 0, unless the modules have them already. _show_views() sets tensors of an extension each
+ * time. _show_params() does nothing if there are no original parameters. */
 int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* While modules have views: let parameters() and zero_grad() find the original parameters. */

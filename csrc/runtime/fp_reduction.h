@@ -9,8 +9,8 @@
 /* Start to reduce one flat parameter: its packed gradients, or its accumulated gradient and gradients (borrowed; NULL:
  * none). how_far: FP_REDUCE_*, see fp_flat_buffer_start_reduce(). Then go on with the reductions of the units before. */
 int fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far);
-/* The same for all packed flat parameters of a unit, in one call of the group's backend if it can join them. No packed
- * one: 0. */
+/* Start to reduce all packed flat parameters of a unit, in one call of the group's backend if it can join them. Then go on
+ * with the reductions of the units before. None is packed: 0 at once. */
 int fp_reduction_start_packed(fp_unit *unit);
 /* Start the second reductions, over replicas, of halfway and reducing: no unit comes after them. */
 int fp_reduction_start_halves(fp_root *root);

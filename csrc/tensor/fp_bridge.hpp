@@ -164,7 +164,7 @@ set_freed_reason(c10::StorageImpl *storage, const char *reason)
 // offset: in the storage, in elements.
 at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
 
-// The same at the place of one tensor in flat.
+// alias() of flat at the place of one tensor in it.
 inline at::Tensor
 alias(const at::Tensor &flat, const View &place)
 {

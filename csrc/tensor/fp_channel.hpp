@@ -84,7 +84,7 @@ bool registers(const fp_group &group, const c10::Device &device);
 // or where the backend cannot register: a warning says so once.
 at::Tensor registered(fp_group *group, int64_t numel, const at::TensorOptions &options);
 
-// The same; in the device's usual memory where registered() gives none.
+// A 1-D tensor of numel elements, in registered() memory, or in the device's usual memory where that gives none.
 at::Tensor empty_for(fp_group *group, int64_t numel, const at::TensorOptions &options);
 
 // Issue a collective from C++ and return its work; announce() it before. factor: each addend is multiplied by it; other
@@ -106,7 +106,7 @@ void call_python(PyObject *collectives, const char *name, const at::Tensor &outp
 // watcher ends the wait, its exception is thrown and work stays: the collective goes on, and can be waited for again.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
 void wait_for(Pending &pending);
-// The same for work of another backend than group's (a sum on the host). sliced: whether that backend's waits are cut.
+// Wait as above for work of another backend than group's (a sum on the host). sliced: whether that backend's waits are cut.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced);
 
 // Wait 300 ms at most for a collective that is under way, of an interrupted pass: other ranks may never issue their part.

@@ -187,7 +187,7 @@ bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 // Tell autograd that the views are up to date with unsharded, which was changed in place; without it autograd would make
 // another history for them.
 void show_version(fp_flat_buffer &flat, PyObject *const *views);
-// The same after one more counted change: autograd refuses graphs that need the old values.
+// Count one more change of unsharded, so that autograd refuses graphs that need the old values. Then show_version().
 void change_version(fp_flat_buffer &flat, PyObject *const *views);
 
 } // namespace fp

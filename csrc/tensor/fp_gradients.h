@@ -87,10 +87,10 @@ typedef struct {
  * reduced gradient is put aside. -1: an exception. After a negative result parameters before i may be reconciled already. */
 Py_ssize_t fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated, PyObject *shard,
                                           fp_put_aside *aside, int drops_zeros);
-/* The same for nested strategies: accumulated is elements [first, first + its numel) of the unsharded gradient, added over
- * some of the ranks, and .grad shows the piece of the shard, which begins at element own of it. A gradient may be cleared,
- * on all ranks alike, but not edited: ValueError, which begins with name. aside->cleared[i] becomes 1 where parameter i was
- * cleared and its piece has elements: the other ranks that hold a part of it clear theirs by it. */
+/* fp_gradients_check_accumulated() for nested strategies: accumulated is elements [first, first + its numel) of the unsharded
+ * gradient, added over some of the ranks. .grad shows the piece of the shard, which begins at element own of accumulated. A
+ * gradient may be cleared, on all ranks alike, but not edited: ValueError, which begins with name. aside->cleared[i] becomes 1
+ * where parameter i was cleared and its piece has elements: the other ranks that hold a part of it clear theirs by it. */
 Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated, PyObject *shard,
                                      fp_put_aside *aside, int64_t first, int64_t own, const char *name);
 /* Set the elements of parameter i in accumulated to 0. accumulated begins at element first of the unsharded gradient. */

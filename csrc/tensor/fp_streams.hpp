@@ -70,7 +70,8 @@ struct Mark {
 // target = source on the stream for copies, after the work of the current stream. Returns the mark after the copy.
 Mark copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
-// The same to host memory. The memory of source is kept until the next copy_out() or wait_copies() on this device.
+// Copy source to target, in host memory, on the stream for copies, after the work of the current stream. Returns the mark after
+// the copy. The memory of source is kept until the next copy_out() or wait_copies() on its device.
 Mark copy_out(const at::Tensor &target, at::Tensor &&source);
 
 // Free the source of the last copy_out(). The current stream, which may use its memory next, waits for the copy.

@@ -134,4 +134,5 @@ def do(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command line. Returns: the exit status."""
     return parser().run(arguments, do, (CheckpointError, FileError, OSError), 1)

@@ -171,7 +171,7 @@ class Loading(ModelPlan):
         convert: Convert = None,
         meter: Any = None,
     ) -> list[Any]:
-        """As ``prepare``, of an open ``source``. Without ``meter`` no bytes are compared with checksums."""
+        """Plan all reads from an open ``source``, and without ``meter`` check no bytes. Otherwise as ``prepare``."""
         self.source = source
         index, base = source.index, source.about.get("base")
         self.index = index

@@ -85,6 +85,7 @@ class Source:
         return done
 
     def name_of(self, chunk: Chunk) -> str:
+        """Return the name of the tensor that ``chunk`` is a box of, for messages: it goes over all boxes."""
         for tensors in (self.model, self.optimizer, self.own):
             for key, chunks in tensors.items():
                 if any(one is chunk for one in chunks):

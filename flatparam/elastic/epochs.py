@@ -152,6 +152,7 @@ class Epochs:
         return self._store.value_at(f"ended/{member}")
 
     def ended(self, members: Iterable[str]) -> list[str]:
+        """Return those of ``members`` whose process has ended, as their launchers say."""
         return [one for one in members if self.why_ended(one)]
 
     def ask(self) -> None:
@@ -205,6 +206,7 @@ class Epochs:
         self._store.set(f"left/{self.me}", "")
 
     def has_left(self) -> bool:
+        """Whether a process of this member has called ``leave``. The launcher asks it."""
         return self._store.check([f"left/{self.me}"])
 
     def finish(self) -> None:

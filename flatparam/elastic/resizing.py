@@ -209,6 +209,7 @@ class _Moving:
         self.check_held(self.plan.held)
 
     def check_held(self, held: list[Any]) -> None:
+        """Raises: StateError if a parameter is in a handle, or a module has its own code for state dicts."""
         for one in held:
             if isinstance(one, InHandle):
                 raise StateError(f"{_WHAT}: `{one.name}` is in a handle that is driven by hand: {_WAY_OUT}")
@@ -216,6 +217,7 @@ class _Moving:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
 
     def check_units(self) -> None:
+        """Raises: StateError naming a unit that is in a pass, has gradients to reduce, or cannot be bound anew."""
         check_idle(self.model, _WHAT)
         if not self.wrappers:
             raise StateError(f"{_WHAT}: the model has no FullyShardedDataParallel")

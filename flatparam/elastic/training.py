@@ -202,10 +202,7 @@ class Session:
             one.register_step_pre_hook(lambda *_: self.complete())
 
     def ask_to_join(self, build: Build) -> tuple[nn.Module, Any]:
-        """Build the model over a fake world, ask to join, and wait for the epoch. ``begin`` makes its world.
-
-        Raises: SystemExit with status 0 if the job has ended; as ``wait_to_join``.
-        """
+        """Build the model over a fake world, ask to join, and wait for the epoch. ``begin`` makes its world."""
         hook = sys.excepthook
         dist.init_process_group("fake", store=in_memory().raw, rank=0, world_size=self.slots)
         sys.excepthook = hook
@@ -393,6 +390,7 @@ class Session:
             self.joins = None
 
     def steps(self, until: int) -> Iterator[int]:
+        """Yield the steps. At the end, or if the script leaves the loop, say so to the launcher."""
         self._until = until
         with contextlib.suppress(GeneratorExit):  # the script leaves the loop
             yield from self._steps()

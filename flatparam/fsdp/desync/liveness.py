@@ -129,8 +129,9 @@ class HealthBoard:
 
     @reaching()
     def diagnose(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
-        """Like ``find_dead``, for a rank whose collective has failed; look for ``READING`` seconds.
+        """Return why one of ``ranks`` has ended or is stopped, for a rank whose collective has failed; None: none has.
 
+        It looks for ``READING`` seconds. After that ``absent`` ranks are a reason, too.
         ``look``: called meanwhile; raises if it finds another explanation.
         """
         call = self.native.call()

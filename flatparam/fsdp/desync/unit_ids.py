@@ -109,6 +109,7 @@ _ids_of_flat_params: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDic
 
 
 def ids_of(group: dist.ProcessGroup) -> UnitIds:
+    """Return the ids over ``group``, made at the first call. They live as long as the group."""
     return _ids.setdefault(group, UnitIds())
 
 
