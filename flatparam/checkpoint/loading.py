@@ -247,12 +247,15 @@ class Loading(ModelPlan):
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """After the reads: tell the units, and set extra states, the optimizers' states and gradients."""
+        """After the reads: tell the units, set the optimizers' states and gradients, then extra states.
+
+        ``set_extra_state`` is the user's code and may raise: all else is done then.
+        """
         self.commit()
-        for module, value in self._of_modules:
-            module.set_extra_state(value)
         if self.targets is not None:
             self.targets.commit()
+        for module, value in self._of_modules:
+            module.set_extra_state(value)
 
     def compare(self, said: list[Any]) -> None:
         """On the first rank: compare the digests and base sums that all ranks ``said``.

@@ -214,7 +214,8 @@ def is_at(value: Tensor, place: Tensor) -> bool:
     return (
         value.device == place.device
         and value.dtype == place.dtype
-        and value.data_ptr() == place.data_ptr()
+        and same_storage(value, place)  # an address of freed memory would raise
+        and value.storage_offset() == place.storage_offset()
         and value.shape == place.shape
         and value.stride() == place.stride()
     )

@@ -5,7 +5,7 @@
 | plan: list the boxes of the old shards, as a save does | ranks that hold the model | nothing has changed |
 | bind units to the new ranks, plan the reads, as a load does | ranks that will hold it | bound as before |
 | move the bytes | all ranks | bound as before |
-| commit: tell units, set extra states, then the optimizers' states | ranks that will hold it | bound to the new ranks |
+| commit: tell units, set the optimizers' states, then extra states | ranks that will hold it | bound to the new ranks |
 
 The old shards stay in memory until the commit.
 """
@@ -72,8 +72,8 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
 
     Raises:
         CheckpointError, StateError: on every rank, naming the rank and the unit or parameter. Model and optimizer are
-            as before. The commit then calls ``set_extra_state`` of modules: if one raises, its exception passes on that
-            rank alone, and the optimizer has no state there.
+            as before. At the end modules' ``set_extra_state`` is called: if one raises, its exception passes on that
+            rank alone, and all else is moved.
     """
     moving = _Moving(model, optimizer, ranks)
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)

@@ -6,6 +6,7 @@ Promises:
 - the intersections of shards are sent, and no more; replicas take turns: `test_only_intersections_are_sent`
 - after a refusal gradients, states and training are as without the call: `test_a_refusal_leaves_everything_as_it_was`,
   `test_a_joiner_that_differs_is_refused_by_all`, `test_groups_that_do_not_fit_are_refused_by_name`
+- on a rank without shards an access to a parameter raises why: `test_no_access_crashes_a_rank_without_shards`
 """
 
 import itertools
@@ -25,6 +26,7 @@ from flatparam import Placement, checkpoint, elastic
 from flatparam import ShardingStrategy as S
 from flatparam.checkpoint import CheckpointError
 from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.interop.patches import refuse_shards
 
 pytestmark = pytest.mark.multiprocess
 
@@ -288,3 +290,45 @@ def joiner_differs():
 
 def test_a_joiner_that_differs_is_refused_by_all():
     simulate_ranks(joiner_differs, 3)
+
+
+ACCESSES = {
+    "repr": repr,
+    "clone": torch.clone,
+    "sum": torch.sum,
+    "numpy": lambda param: param.detach().numpy(),
+    "list": torch.Tensor.tolist,
+    "a view": lambda param: param.detach().flatten()[-1].item(),
+    "fill": lambda param: param.data.fill_(1.0),
+    "copy": lambda param: param.data.copy_(torch.ones_like(param)),
+    "norm": lambda param: torch.nn.utils.get_total_norm([param]),
+    "add": lambda param: torch.add(1.0, param),
+    "pointer": torch.Tensor.data_ptr,
+}
+
+
+def accessed(uo):
+    model = built("FULL_SHARD", uo)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    kept = list(model.parameters()) + [param.data for param in model.parameters()]
+    elastic.resize(model, optimizer, [0, 1])
+    if dist.get_rank() == 2:
+        away = [*model.parameters(), *kept[: len(kept) // 2], *(part.flat for part in parts_of(model))]
+        for param in away:
+            for access in ACCESSES.values() if param.numel() else ():
+                with pytest.raises(RuntimeError, match="holds no shards since"):
+                    access(param)
+        for view in kept[len(kept) // 2 :]:
+            assert torch.isfinite(view.sum())  # of the user's own: the old shard
+        with pytest.raises(StateError, match="holds no shards"):
+            model(torch.randn(4, 3))
+    refuse_shards({"other": torch.ones(2)})
+    elastic.resize(model, optimizer, [0, 1, 2])
+    for param in model.parameters():
+        assert torch.isfinite(param.sum())
+    steps(model, optimizer, dist.get_rank(), 0, 2)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_no_access_crashes_a_rank_without_shards(uo):
+    simulate_ranks(accessed, 3, uo)

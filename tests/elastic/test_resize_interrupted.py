@@ -5,8 +5,10 @@ Promises:
 - Ctrl-C at any line before the commit: `test_ctrl_c_at_any_line`
 - Ctrl-C on one rank alone, which ends it: the others raise an error that names the rank, in seconds, and hold what they
   held before: `test_ctrl_c_on_one_rank_alone`
+- an exception of a module's `set_extra_state` finds everything else moved: `test_an_extra_state_comes_last`
 """
 
+import contextlib
 import linecache
 import time
 
@@ -19,6 +21,7 @@ from interrupting import Bomb
 from simulated_ranks import simulate_ranks
 from test_resize import OPTIMIZERS, built, everything, same, steps
 
+from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import elastic
 from flatparam.checkpoint import CheckpointError
 from flatparam.checkpoint.loading import Loading
@@ -156,3 +159,37 @@ def test_ctrl_c_on_one_rank_alone():
         assert run.errors[1][0] == "KeyboardInterrupt", run.story
         assert len(run.errors) == 1, run.story
         assert max(run.results.values()) < 3.0
+
+
+class Refusing(torch.nn.Linear):
+    """Its ``set_extra_state`` raises where ``raises`` is set."""
+
+    raises = False
+
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        if self.raises:
+            raise RuntimeError("no such state here")
+
+
+def extra_state_refused():
+    pairs = []
+    for raises in (True, False):
+        torch.manual_seed(0)
+        model = FSDP(Refusing(3, 4), use_orig_params=True)
+        model.module.raises = raises and dist.get_rank() == 1
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="no such state") if model.module.raises else contextlib.nullcontext():
+            elastic.resize(model, optimizer, [0, 1])
+        pairs.append((model, optimizer))
+    if dist.get_rank() < 2:
+        same(everything(*pairs[0]), everything(*pairs[1]))
+
+
+def test_an_extra_state_comes_last():
+    simulate_ranks(extra_state_refused, 3)

@@ -146,7 +146,7 @@ def refuse_shards(state: Any) -> None:
         flat_param.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
         for unit in all_units()
         for flat_param in unit.flat_params
-        if flat_param.is_sharded and unit.summoned is None
+        if flat_param.is_sharded and unit.summoned is None and not unit.is_away
     }
     plain = [(name, tensor) for name, tensor in _tensors("", state) if _C.is_plain_tensor(tensor)] if shards else []
     _refuse_those_in(shards, plain)

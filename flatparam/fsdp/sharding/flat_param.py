@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
 from ...common.collectives import name_in_cpp
-from ...common.tensors import as_sent, in_storage_order, refuse_freed
+from ...common.tensors import as_sent, free, in_storage_order, refuse_freed
 from ...common.torch_private import FSDPExtensions
 from ..desync import checked_collectives, torch_collectives
 from .deferred import blank
@@ -28,6 +28,7 @@ from .extensions import Extended, dress_all
 from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
 from .placement import Placement
 
+AWAY = "this rank holds no shards since elastic.resize() gave them to others: call it with this rank in `ranks`"
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
 
@@ -137,13 +138,13 @@ class FlatParam:
     def bind(self, placement: Placement, holds: bool) -> Callable[[], None]:
         """Take a new shard of zeros for ``placement``. Return a function that takes the old one again.
 
-        ``holds``: False: this rank holds nothing from now on, and the shard has no memory.
+        ``holds``: False: this rank holds nothing from now on: the shard has no memory, and an access raises why.
         """
         layout, data, before = self.layout.over(placement.shards), self.flat.data, dict(vars(self))
         pinned = holds and data.is_cpu and self.computes_on is not None
         shard = (data.new_zeros if holds else data.new_empty)(layout.shard_numel, pin_memory=pinned)
         if not holds:
-            shard.untyped_storage().resize_(0)
+            free(shard, f"flatparam: {AWAY}", keeps_size=True)  # parameters are views of it
         vars(self).pop("gaps", None)
         self.placement, self.layout, self.pieces = placement, layout, layout.param_shards(placement.rank)
         self.flat.data = shard

@@ -22,7 +22,7 @@ from ..desync.unit_ids import assign_copy
 from ..errors import StateError
 from ..names import FLAT_PARAM, listed
 from ..sharding.deferred import is_blank
-from ..sharding.flat_param import FlatParam, ShardSlice
+from ..sharding.flat_param import AWAY, FlatParam, ShardSlice
 from ..sharding.parameters import Name, Options, ParamInfo, by_flat_param, check_not_rounded, check_tensors, in_order
 from ..sharding.placement import Placement
 from ..sharding.torch_attributes import describe
@@ -165,10 +165,7 @@ class Unit:
     def check_holds(self) -> None:
         """Raises: StateError if this rank has given up its shards."""
         if self.is_away:
-            raise StateError(
-                f"{self.name}: this rank holds no shards since elastic.resize() gave them to other ranks: call it with "
-                "this rank among `ranks` first"
-            )
+            raise StateError(f"{self.name}: {AWAY}")
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
