@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
     broken: str  # what went wrong
     edits: tuple[tuple[str, str, str], ...]  # file, the mended text, which is there once, and the text in its place
     only: str = "program['faults']"  # true of each program that can show it, to save time
+    elastic: bool = False  # play programs of flatparam.elastic, all of them
     test: str = ""  # a test file to run in place of random programs
 
 
@@ -272,7 +273,7 @@ MUTATIONS = (
                 "",
             ),
         ),
-        test=ELASTIC,
+        elastic=True,
     ),
     Mutation(
         "names of groups",
@@ -285,7 +286,7 @@ MUTATIONS = (
                 "    pass\n",
             ),
         ),
-        test=ELASTIC,
+        elastic=True,
     ),
     Mutation(
         "all killed",
@@ -298,7 +299,7 @@ MUTATIONS = (
                 "            if False:\n",
             ),
         ),
-        test=ELASTIC,
+        elastic=True,
     ),
     Mutation(
         "patience without the heartbeat",
@@ -311,7 +312,7 @@ MUTATIONS = (
                 "PATIENCE if epoch.number",
             ),
         ),
-        test=ELASTIC,
+        elastic=True,
     ),
     Mutation(
         "state before the first step",
@@ -351,7 +352,7 @@ MUTATIONS = (
         "acfdc26",
         "a rank kept a copy more for each loss",
         ((TRAINING, "if one.key <= found.key][-2:]", "if one.key <= found.key]"),),
-        test=ELASTIC,
+        elastic=True,
     ),
     Mutation(
         "hooks of all worlds",

@@ -19,6 +19,8 @@ from .__main__ import last_line, play_alone
 from .mutation_table import MUTATIONS
 from .programs import draw
 
+SECONDS = 300  # for a test file
+
 
 def undo(mutation, root):
     """Undo a mended bug in the tree ``root``. Returns: whether C is to be compiled."""
@@ -43,7 +45,10 @@ def find(mutation, seeds, seconds):
 
 def _run_test(root, file):
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
-    ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return "a test that hangs", f"{file} did not end within {SECONDS} s"
     failed = re.search(r"^FAILED \S+::(\S+)", ran.stdout, re.MULTILINE)
     return (failed[1], ran.stdout) if failed else ("no test", None)
 
@@ -52,19 +57,19 @@ def _play(root, mutation, seeds, seconds):
     begin, played, error = time.monotonic(), 0, None
     with contextlib.closing(process._Server(root)) as server:
         for seed in range(seeds):
-            if not eval(mutation.only, {"program": draw(seed)}):
+            if not mutation.elastic and not eval(mutation.only, {"program": draw(seed)}):
                 continue
             if time.monotonic() - begin > seconds:
                 seeds = seed
                 break
             played += 1
-            error = play_alone(server, seed)[3]
+            error = play_alone(server, seed, mutation.elastic)[3]
             if error is not None:
                 break
     if error is None:
         return f"no seed below {seeds}, of which {played} can show it", None
     with contextlib.closing(process._Server()) as server:
-        without = play_alone(server, seed)[3]
+        without = play_alone(server, seed, mutation.elastic)[3]
     if without is not None:
         raise RuntimeError(f"seed {seed} fails without the bug, too: {without}")
     return f"seed {seed}", error
