@@ -1,5 +1,11 @@
-"""o. A step of AdamW over pieces that lie side by side, beside torch's fused step over one flat tensor."""
+"""o. A step of AdamW over pieces that lie side by side, beside torch's fused step over one flat tensor.
 
+DeepSpeedCPUAdam is compiled at its first use, where deepspeed and ninja are installed.
+"""
+
+import importlib
+import importlib.util
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,7 +21,7 @@ from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import Ranks
 from flatparam import optim
 
-FLAT, OURS = "torch fused, one tensor", "flatparam.optim"
+FLAT, OURS, DEEPSPEED = "torch fused, one tensor", "flatparam.optim", "DeepSpeedCPUAdam"
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     OURS: optim.AdamW,
     "torch fused": lambda params: torch.optim.AdamW(params, fused=True),
@@ -35,8 +41,13 @@ def measure(quick: bool) -> Table:
         "the optimizer over pieces",
         "milliseconds a step of AdamW in fp32, one thread; ratios to torch's fused step over one flat tensor",
     )
+    every = KINDS
+    if importlib.util.find_spec("deepspeed") and importlib.util.find_spec("ninja"):
+        every = KINDS | {DEEPSPEED: _with_deepspeed}
+    else:
+        table.note += f"\n{DEEPSPEED} is left out: pip install --no-build-isolation deepspeed ninja"
     for pieces, together, numel in SIZES[:3] if quick else SIZES:
-        kinds = {name: _stepper(make, pieces, together, numel) for name, make in KINDS.items()}
+        kinds = {name: _stepper(make, pieces, together, numel) for name, make in every.items()}
         kinds[FLAT] = _stepper(KINDS["torch fused"], 1, 1, pieces * numel)
         samples = {name: lambda step=step: {"step": seconds(step)} for name, step in kinds.items()}
         taken = in_turn(samples, 3 if quick else 5, 5 if quick else 10)["step"]
@@ -45,6 +56,13 @@ def measure(quick: bool) -> Table:
         table.rows.append(Row.of("AdamW", size, "ms", FLAT, taken, 1e3, targets, pieces=pieces, numel=numel))
     table.rows.append(_together(quick))
     return table
+
+
+def _with_deepspeed(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    adam = importlib.import_module("deepspeed.ops.adam")
+    made: torch.optim.Optimizer = adam.DeepSpeedCPUAdam(params, adamw_mode=True, weight_decay=0.01)
+    return made
 
 
 def _together(quick: bool) -> Row:

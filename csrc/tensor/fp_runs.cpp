@@ -2,8 +2,9 @@
 //
 // Nothing is kept from step to step: to validate what was kept, the same tensors and dicts would have to be read. 4,000
 // parameters have some 100,000 cache lines of them, and one parameter after the other takes 2 ms, each load waiting for the one
-// before. So each stage goes over a block of parameters, whose loads do not wait for each other: 0.5 ms, 0.12 us a parameter,
-// where torch's fused step takes 3.3 us (AdamW, one core, torch 2.13). In Python, reading .grad alone takes as long.
+// before. So each stage goes over a block of parameters, and prefetches the lines that the next stage reads: 0.7 to 0.95 ms after
+// a step that has emptied the caches (1.5 to 1.7 ms in stages without prefetching), 0.2 us a parameter, where torch's fused step
+// takes 6 us (AdamW, one core of an EPYC, torch 2.13).
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -24,6 +25,7 @@ constexpr int NEAR = 16; // entries of the state in which the next parameter is 
 // borrowed.
 struct StepPiece {
     PyObject *param, *state;
+    std::array<PyObject *, MOST_KEYS> values;
     std::array<const at::Tensor *, 2 + MOST_KEYS> tensors;
 };
 
@@ -34,6 +36,21 @@ struct StepRun {
 };
 
 enum class Search { all, not_ours, missing, failed };
+
+// Begin to load the cache lines of object that the next stage reads.
+void
+prefetch(const void *object, size_t lines)
+{
+    for (size_t i = 0; i < lines; i++) {
+        __builtin_prefetch(static_cast<const char *>(object) + 64 * i);
+    }
+}
+
+void
+prefetch(const at::Tensor &tensor)
+{
+    prefetch(tensor.unsafeGetTensorImpl(), (sizeof(c10::TensorImpl) + 63) / 64);
+}
 
 bool
 is_plain_host(const at::Tensor &tensor)
@@ -315,10 +332,8 @@ StepStates::read(StepPiece *piece) const
         if (value == nullptr || value == Py_None) {
             return PyErr_Occurred() ? Search::failed : Search::missing;
         }
-        if (!is_tensor(value)) {
-            return Search::not_ours;
-        }
-        piece->tensors[static_cast<size_t>(2 + k)] = &THPVariable_Unpack(value);
+        piece->values[static_cast<size_t>(k)] = value;
+        prefetch(value, 1);
     }
     return Search::all;
 }
@@ -328,15 +343,23 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
 {
     size_t m = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
+        prefetch(params[i], 1);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
         TORCH_CHECK_TYPE(is_tensor(params[i]), "expected a tensor, got ", Py_TYPE(params[i])->tp_name);
         (*pieces)[static_cast<size_t>(i)].param = params[i];
         (*pieces)[static_cast<size_t>(i)].tensors[0] = &THPVariable_Unpack(params[i]);
+        prefetch(*(*pieces)[static_cast<size_t>(i)].tensors[0]);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        prefetch((*pieces)[static_cast<size_t>(i)].tensors[0]->unsafeGetTensorImpl()->autograd_meta(), 1);
     }
     for (size_t i = 0; i < static_cast<size_t>(n); i++) {
         const at::Tensor &grad = (*pieces)[i].tensors[0]->unsafeGetTensorImpl()->grad();
         if (grad.defined()) {
             (*pieces)[m] = (*pieces)[i];
             (*pieces)[m++].tensors[1] = &grad;
+            prefetch(grad);
         }
     }
     *found = m;
@@ -346,15 +369,33 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
         if (piece.state == nullptr ? PyErr_Occurred() != nullptr : !PyDict_Check(piece.state)) {
             return piece.state == nullptr ? Search::failed : Search::not_ours;
         }
+        prefetch(piece.state, 1);
+    }
+    for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
+        if ((*pieces)[i].state != nullptr) {
+            prefetch(reinterpret_cast<PyDictObject *>((*pieces)[i].state)->ma_keys, 2);
+        }
     }
     for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
         StepPiece &piece = (*pieces)[i];
         const Search result = piece.state == nullptr ? Search::missing : read(&piece);
         if (result == Search::missing && !steps_) {
-            piece.tensors[2] = nullptr;
+            piece.values[0] = nullptr;
         }
         else if (result != Search::all) {
             return result;
+        }
+    }
+    for (size_t i = 0; i < m; i++) {
+        for (size_t k = 0; k < static_cast<size_t>(n_keys_); k++) {
+            PyObject *const value = (*pieces)[i].values[k];
+            if (value != nullptr && !is_tensor(value)) {
+                return Search::not_ours;
+            }
+            (*pieces)[i].tensors[2 + k] = value == nullptr ? nullptr : &THPVariable_Unpack(value);
+            if (value != nullptr) {
+                prefetch(*(*pieces)[i].tensors[2 + k]);
+            }
         }
     }
     return Search::all;
