@@ -265,8 +265,10 @@ fp_let_go(const char *group)
             return; /* it was not made to its end, and has no collectives */
         }
         std::thread([held = std::move(held)]() mutable {
-            while (held.use_count() > 1) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            auto pause = std::chrono::milliseconds(20);
+            while (held.use_count() > 1) { /* the user may keep a reference for ever */
+                std::this_thread::sleep_for(pause);
+                pause = std::min(2 * pause, std::chrono::milliseconds(1000));
             }
             held.reset();
         }).detach();
