@@ -25,13 +25,6 @@ from .errors import CheckpointError
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
-_NAMES = {
-    SetupCollective.SAVES_CHECKPOINT: "checkpoint.save",
-    SetupCollective.LOADS_CHECKPOINT: "checkpoint.load",
-    SetupCollective.RESIZES: "elastic.resize",
-}
-
-
 class Rendezvous:
     """A save, load or resize of the ranks of ``group`` (None: the world). All ranks must make theirs in the same order.
 
@@ -42,7 +35,7 @@ class Rendezvous:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, call: SetupCollective, model: nn.Module):
-        self.what, self.rank, self.ranks = _NAMES[call], 0, [0]
+        self.what, self.rank, self.ranks = call.call.removesuffix("()"), 0, [0]
         self._traces: list[GroupTrace] = []
         self._store: Store | None = None
         self._round = 0

@@ -34,32 +34,30 @@ _CALLS = {  # by kind: the call of a user that issues it. The others belong to a
 
 
 class SetupCollective(enum.Enum):
-    """The purposes of collectives that belong to no unit, in words for messages.
+    """The purposes of collectives that belong to no unit.
 
     The last three are meetings in a store. ``RESIZES`` is also the purpose of collectives in such a meeting.
+
+    ``what`` says for messages what a rank does in it; ``call`` is the call of a user that issues it.
     """
 
-    BUILDS = "builds a unit"
-    SENDS_MODULES = "builds a unit that rank 0 gives values (sync_module_states)"
-    LOADS = "compares what it loads"
-    TELLS_STATES = "tells which optimizer states it has"
-    SENDS_STATES = "takes the optimizer state that rank 0 has"
-    SAVES_CHECKPOINT = "saves a checkpoint"
-    LOADS_CHECKPOINT = "loads a checkpoint"
-    RESIZES = "moves the model to other ranks"
+    BUILDS = "builds a unit", "FullyShardedDataParallel()"
+    SENDS_MODULES = (
+        "builds a unit that rank 0 gives values (sync_module_states)",
+        "FullyShardedDataParallel(sync_module_states=True)",
+    )
+    LOADS = "compares what it loads", "load_state_dict() or the like"
+    TELLS_STATES = "tells which optimizer states it has", "optim_state_dict()"
+    SENDS_STATES = "takes the optimizer state that rank 0 has", "optim_state_dict_to_load() or the like"
+    SAVES_CHECKPOINT = "saves a checkpoint", "checkpoint.save()"
+    LOADS_CHECKPOINT = "loads a checkpoint", "checkpoint.load()"
+    RESIZES = "moves the model to other ranks", "elastic.resize()"
+
+    def __init__(self, what: str, call: str):
+        self.what, self.call = what, call
 
 
 _EXCHANGES = list(SetupCollective)
-_EXCHANGE_CALLS = {
-    SetupCollective.BUILDS: "FullyShardedDataParallel()",
-    SetupCollective.SENDS_MODULES: "FullyShardedDataParallel(sync_module_states=True)",
-    SetupCollective.LOADS: "load_state_dict() or the like",
-    SetupCollective.TELLS_STATES: "optim_state_dict()",
-    SetupCollective.SENDS_STATES: "optim_state_dict_to_load() or the like",
-    SetupCollective.RESIZES: "elastic.resize()",
-    SetupCollective.SAVES_CHECKPOINT: "checkpoint.save()",
-    SetupCollective.LOADS_CHECKPOINT: "checkpoint.load()",
-}
 _EVENTS = 2**32 * _C.EVENT_KINDS  # the events of all units; above, a reduction adds a hash of its requires_grad flags
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must make these calls in the same order, as often: none of them under `if rank == 0:` alone"
@@ -102,7 +100,7 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
     """Return the report of ``event`` of a ``_C.CollectiveTrace``. ``ids``: the units of the same group."""
     more, (number, kind) = event // _EVENTS, divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
-        return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
+        return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].what}, in step {step}")
     gathers = kind == _C.EVENT_GATHERS
     trained = ids.trained(number) if more and not gathers else {}
     others = f" and {more % 256 - 1} flat parameters of small units with it" if more % 256 > 1 and gathers else ""
@@ -154,7 +152,7 @@ def _trained_by_one(ids: UnitIds, one: CollectiveEvent, other: CollectiveEvent) 
 def _call(post: CollectiveEvent) -> str:
     """Return the call that issues the collective, as a user writes it."""
     if _kind(post) == _C.EVENT_EXCHANGES:
-        return _EXCHANGE_CALLS[_EXCHANGES[_number(post)]]
+        return _EXCHANGES[_number(post)].call
     return _CALLS.get(_kind(post), _STEP)
 
 
