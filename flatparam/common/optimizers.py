@@ -20,14 +20,13 @@ from .patches import Lifetime, flat_params_live
 from .torch_private import _is_fsdp_flattened
 from .warned import warn_user
 
-taken = 0
+taken = 0  # steps of optimizers that have parameters of units
 _MANY = 1_000  # pieces of a unit's parameters: on the host, AdamW's fused step takes a quarter of the time of its loop
 _changes = 0  # the number of calls of note_change()
 # By optimizer: whether it has parameters of units; the number of its groups and _changes at that time; the runtime's
 # units that have its parameters; the drop-in's handles that do
 _Known = tuple[bool, tuple[int, int], list[weakref.ref[Any]], list[weakref.ref[Any]]]
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
-_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `taken` after its last step
 # Parameters that wrapping has replaced: (weak reference to the owner of their values, their name, a function to refuse)
 _taken_out: Any = WeakIdKeyDictionary()
 _taken_out_times = 0  # the number of calls of take_out()
@@ -97,7 +96,6 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         count[0] += 1
     if has_some:
         taken += 1
-        _last[optimizer] = taken
 
 
 def check_before_step(

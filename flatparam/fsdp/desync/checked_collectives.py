@@ -150,17 +150,6 @@ def telling(units: Callable[[], Iterable[Numbered]]) -> Iterator[None]:
         raise
 
 
-def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
-    """Map each existing trace of the groups of ``parts`` to the device of its flat parameter."""
-    found = {}
-    for part in parts:
-        for group in part.groups:
-            trace = _traces.get(group, {}).get(part.device.type)
-            if trace is not None:
-                found[trace] = part.device
-    return found
-
-
 def come_back() -> None:
     """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``.
 
@@ -415,7 +404,12 @@ def settle(parts: Iterable[Shared]) -> None:
 
     Raises: OrderError if a device was waiting for a collective that was aborted: the shards are not valid then.
     """
-    found = {trace: device for trace, device in _traces_of(parts).items() if trace.is_by_device}
+    found: dict[GroupTrace, torch.device] = {}
+    for part in parts:
+        for group in part.groups:
+            trace = _traces.get(group, {}).get(part.device.type)
+            if trace is not None and trace.is_by_device:
+                found[trace] = part.device
     for device in set(found.values()):
         _C.wait_device(str(device))
     for trace in found:

@@ -3,8 +3,6 @@
 The wrapper's constructor passes it to ``desync/same_unit.py``. State dicts and checkpoints use the digests.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -46,12 +44,9 @@ def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> De
 
 def check_device(name: str, originals: list[ParamInfo], options: Options) -> None:
     """Raises: DeviceError naming a parameter if a group of the unit has no collectives for its device."""
-    for original in originals[:1]:
-        _check_device(name, original, options.device or original.param.device, options.placement.compared)
-
-
-def _check_device(name: str, original: ParamInfo, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
-    for group in groups:
+    for group in options.placement.compared if originals else ():
+        original = originals[0]
+        device = options.device or original.param.device
         has = sorted(found.type for found in getattr(group, "_device_types", ()))
         if has and device.type not in has and dist.get_world_size(group) > 1:
             raise DeviceError(
