@@ -311,8 +311,7 @@ class _Moving:
             unit = wrapper._unit
             # unit.name has the path from the first forward on, which a new process has not run
             name = f"the unit of {type(unit.module).__name__} at `{paths[wrapper]}`"
-            originals = [original for flat_param in unit.flat_params for original in flat_param.originals]
-            settings, *params = describe_unit(name, originals, unit.options)
+            settings, *params = describe_unit(name, unit.originals, unit.options)
             described = [settings, *((f"{param} in {name}", properties) for param, properties in params)]
             placement = unit.options.placement
             inner = placement.param if placement.has_secondary_shard else None

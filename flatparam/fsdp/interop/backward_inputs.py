@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from ... import _C
 from ..desync.checked_collectives import come_back, tell_trouble, troubled
-from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param, units_live
+from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param, owners_of, units_live
 
 
 @units_live.replace(  # torch.compiler replaces both, and restores both from graph
@@ -82,7 +82,7 @@ def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
     """The gradient edges of the views of ``params``, each with its parameter. A view without a history has none."""
     given = {id(param) for param in params}
     found: list[tuple[Tensor, GradientEdge]] = []
-    for unit in dict.fromkeys(owner[0] for owner in map(owner_of_param, params) if owner is not None):
+    for unit in owners_of(params):
         for flat_param, views in zip(unit.flat_params, unit.core.views(), strict=True):
             for original, view in zip(flat_param.originals, views or (), strict=views is not None):
                 param = flat_param.flat if id(flat_param.flat) in given else original.param
@@ -99,9 +99,7 @@ def _no_others(params: Sequence[Tensor]) -> _C.Block:
     given = {id(param) for param in params}
     others = [
         original.param
-        for flat_param in dict.fromkeys(
-            flat_param for flat_param in map(flat_param_of, params) if flat_param is not None
-        )
+        for flat_param in dict.fromkeys(filter(None, map(flat_param_of, params)))
         for original in flat_param.originals
         if original.param.requires_grad and not given & {id(flat_param.flat), id(original.param)}
     ]
@@ -116,10 +114,10 @@ def _require_grad(params: Sequence[Tensor], requires: bool) -> None:
 def _refusal(param: Tensor) -> str:
     owner = owner_of_param(param)
     assert owner is not None
-    unit, fqn = owner
     return (
-        f"torch.autograd.grad() was asked for the gradient of `{fqn}` of {unit.name}, which is reduced over ranks into "
-        "the parameter's .grad and given nowhere else: call backward(inputs=[...]) with these parameters"
+        f"torch.autograd.grad() was asked for the gradient of `{owner.name}` of {owner.unit.name}, which is reduced "
+        "over ranks into the parameter's .grad and given nowhere else: call backward(inputs=[...]) with these "
+        "parameters"
     )
 
 

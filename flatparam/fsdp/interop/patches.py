@@ -159,10 +159,10 @@ def _states_of_shards() -> dict[int, str]:
     found: dict[int, str] = {}
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
         for param, values in optimizer.state.items():
-            owner, flat_param = owner_of_param(param), flat_param_of(param)
-            if owner is not None and flat_param is not None and flat_param.is_sharded:
+            owner = owner_of_param(param)
+            if owner is not None and owner.flat_param.is_sharded:
                 tensors = (value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0)
-                what = f"the {type(optimizer).__name__} state of {owner[0].name}"
+                what = f"the {type(optimizer).__name__} state of {owner.unit.name}"
                 found.update((value.untyped_storage().data_ptr(), what) for value in tensors)
     return found
 
@@ -280,15 +280,16 @@ def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, 
     cls = type(optimizer)
     if cls.__name__ in _BY_ELEMENT and cls.__module__.startswith(("torch.optim", "flatparam.optim")):
         for param, state in optimizer.state.items():
-            unit, name = owner_of_param(param) or (None, "")
-            if unit is None or unit.summoned is not None or not param.requires_grad or param.numel() == 0:
+            owner = owner_of_param(param)
+            if owner is None or owner.unit.summoned is not None or not param.requires_grad or param.numel() == 0:
                 continue
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.numel() not in (1, param.numel()):
                     raise StateError(
-                        f"{cls.__name__}.step(): the state `{key}` of `{name or FLAT_PARAM}` of {unit.name} has shape "
-                        f"{tuple(value.shape)}, and this rank's piece of the parameter {tuple(param.shape)}. Convert a "
-                        "state before it is loaded: optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, "
+                        f"{cls.__name__}.step(): the state `{key}` of `{owner.name or FLAT_PARAM}` of "
+                        f"{owner.unit.name} has shape {tuple(value.shape)}, and this rank's piece of the parameter "
+                        f"{tuple(param.shape)}. Convert a state before it is loaded: "
+                        "optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, "
                         "optimizer, state)); or use flatparam.checkpoint.load(path, model, optimizer)"
                     )
     _state_checked[optimizer] = first

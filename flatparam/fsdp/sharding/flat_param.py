@@ -201,6 +201,11 @@ class FlatParam:
         return original.param.requires_grad if self.use_orig_params else self.flat.requires_grad
 
     @property
+    def stepped(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer steps: the originals, or with ``use_orig_params=False`` ``flat``."""
+        return [original.param for original in self.originals] if self.use_orig_params else [self.flat]
+
+    @property
     def is_trained(self) -> bool:
         """Whether any original parameter requires grad now."""
         return any(self.trains(original) for original in self.originals)

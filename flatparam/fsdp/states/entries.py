@@ -34,8 +34,7 @@ def own_params(unit: Unit, prefix: str) -> list[UnitParam]:
 
 def _own_keys(unit: Unit, prefix: str) -> list[str]:
     """Return the names of ``own_params``, without the time that it takes to make a UnitParam."""
-    originals = (original for flat_param in unit.flat_params for original in flat_param.originals)
-    return [prefix + fqn for original in originals for fqn in original.fqns]
+    return [prefix + fqn for original in unit.originals for fqn in original.fqns]
 
 
 def is_own(value: Any, param: UnitParam) -> bool:

@@ -29,7 +29,7 @@ def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -
 
     ``before``: the parameters before wrapping, by module and name.
     """
-    names = (name for flat_param in unit.flat_params for original in flat_param.originals for name in original.names)
+    names = (name for original in unit.originals for name in original.names)
     had = ((before.get((name.module, name.name)), name) for name in names)
     replaced = [
         (param, name.fqn)
@@ -109,7 +109,7 @@ def _check(
     where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
     if owner is not None:
         raise ValueError(
-            f"`{name}` of {where} cannot be tied to `{owner[1]}` of {owner[0].name} any more: that is sharded. Tie "
+            f"`{name}` of {where} cannot be tied to `{owner.name}` of {owner.unit.name} any more: that is sharded. Tie "
             "them before the model is wrapped, in one unit"
         )
     raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn as nn
 from torch import Tensor
@@ -86,11 +86,19 @@ def all_units() -> list[Owner]:
     return list(_units)
 
 
-def owner_of_param(param: Tensor) -> tuple[Owner, str] | None:
-    """The unit of ``param``, original or flat, and its name in the unit; None: it belongs to no unit."""
-    owner, fqn, _ = _of_params.get(param, (None, "", 0))
+class Owned(NamedTuple):
+    """A parameter of a unit, original or flat: its unit, its name there, its flat parameter."""
+
+    unit: Owner
+    name: str
+    flat_param: FlatParam
+
+
+def owner_of_param(param: Tensor) -> Owned | None:
+    """The owner of ``param``, original or flat; None: it belongs to no unit."""
+    owner, fqn, index = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
-    return None if unit is None else (unit, fqn)
+    return None if unit is None else Owned(unit, fqn, unit.flat_params[index])
 
 
 def owner_of(module: nn.Module) -> Owner | None:
@@ -99,37 +107,31 @@ def owner_of(module: nn.Module) -> Owner | None:
     return None if owner is None else owner()
 
 
-def _owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
+def owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
     """The units of ``params``, each once, in order."""
-    owners = map(owner_of_param, params)
-    return {owner[0]: None for owner in owners if owner is not None}
+    return {owner.unit: None for owner in map(owner_of_param, params) if owner is not None}
 
 
-optimizers.find_units(_owners_of)
+optimizers.find_units(owners_of)
 
 
 def flat_param_of(param: Tensor) -> FlatParam | None:
     """The flat parameter of ``param``, original or flat; None: it belongs to no unit."""
-    owner, _, index = _of_params.get(param, (None, "", 0))
-    unit = None if owner is None else owner()
-    return None if unit is None else unit.flat_params[index]
+    owner = owner_of_param(param)
+    return None if owner is None else owner.flat_param
 
 
 def sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
     """(unit, flat parameter) for each of ``params`` that is sharded and not summoned now."""
-    found = []
-    for param in params:
-        owner, flat_param = owner_of_param(param), flat_param_of(param)
-        if owner is not None and flat_param is not None and flat_param.is_sharded and owner[0].summoned is None:
-            found.append((owner[0], flat_param))
-    return found
+    owners = filter(None, map(owner_of_param, params))
+    return [(one.unit, one.flat_param) for one in owners if one.flat_param.is_sharded and one.unit.summoned is None]
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
     """The error text for ``tensor``, a shard or a view of one, used as a whole parameter; None: it is neither."""
     owner = owner_of_param(tensor)
     if owner is not None:
-        return printable(FREED.format(unit=owner[0].name, names=f"`{owner[1]}`"))
+        return printable(FREED.format(unit=owner.unit.name, names=f"`{owner.name}`"))
     storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # it may be a view of a piece
     for unit in _units:
         for here in (here for flat_param in unit.flat_params for here in flat_param.shard_slices()):

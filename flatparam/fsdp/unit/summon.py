@@ -164,7 +164,7 @@ class Summoned:
             if self.shown:
                 if self.offload_to_cpu:
                     whole, grad = whole.cpu(), None if grad is None else grad.cpu()
-                self._fulls.append(_Full(flat_param, whole, grad, has, _grads(unit, flat_param)))
+                self._fulls.append(_Full(flat_param, whole, grad, has, [param.grad for param in flat_param.stepped]))
             del whole, grad
         try:
             unit.summoned = self
@@ -232,7 +232,7 @@ class Summoned:
         collective call: ranks first agree on gradients and their dtypes, so that all of them gather or none does.
         """
         self.unit.refuse_freed_gradients()
-        grads = _grads(self.unit, flat_param)
+        grads = [param.grad for param in flat_param.stepped]
         has = [grad is not None for grad in grads]
         dtypes = {grad.dtype for grad in grads if grad is not None}
         if flat_param.is_sharded:
@@ -254,7 +254,7 @@ class Summoned:
         """
         if not self._made:
             return
-        for original in (original for flat_param in self.unit.flat_params for original in flat_param.originals):
+        for original in self.unit.originals:
             shown = _shown(original)
             state, other = seen.setdefault(shown, (self, original))
             if other is not original:
@@ -335,7 +335,7 @@ class Summoned:
             for module, name in unit.places if not unit.options.use_orig_params else ():
                 module._parameters.pop(name, None)
             for full in self._fulls if self.with_grads else ():
-                for param, grad in zip(_owners(unit, full.flat_param), full.held, strict=True):
+                for param, grad in zip(full.flat_param.stepped, full.held, strict=True):
                     _C.set_grad(param, grad)
             unit.register_flat()
             unit.core.put(self.had_views or not unit.options.use_orig_params)
@@ -432,16 +432,6 @@ def _set_grad(original: ParamInfo, grad: Tensor) -> None:
         _shown(original).grad = original.formed(grad)
 
 
-def _owners(unit: Unit, flat_param: FlatParam) -> list[nn.Parameter]:
-    """The parameters with ``.grad``: the originals, or with ``use_orig_params=False`` the flat parameter."""
-    return [original.param for original in flat_param.originals] if unit.options.use_orig_params else [flat_param.flat]
-
-
-def _grads(unit: Unit, flat_param: FlatParam) -> list[Tensor | None]:
-    """The gradients of ``_owners``."""
-    return [param.grad for param in _owners(unit, flat_param)]
-
-
 def _shown(original: ParamInfo) -> nn.Parameter:
     """The parameter that the first module of ``original`` has under its name, else ``original`` itself."""
     place = original.names[0]
@@ -474,40 +464,35 @@ def summon(units: Callable[[], Iterable[Unit]], **flags: Any) -> _C.Block:
 
     ``units()`` is called when the block begins. What it raises, the block raises. Beginning is a collective call.
     """
-    summoning = _Summoning(units, flags)
-    return _C.Block(summoning.begin, summoning.end)
+    states: list[Summoned] = []
+    are_all_there = False
 
-
-class _Summoning:
-    """The full parameters of several units."""
-
-    def __init__(self, units: Callable[[], Iterable[Unit]], flags: dict[str, Any]):
-        self._units, self._flags = units, flags
-        self._states: list[Summoned] = []
-        self._are_all_there = False
-
-    def begin(self) -> None:
-        units = list(self._units())
+    def begin() -> None:
+        nonlocal are_all_there
+        found = list(units())
         # The all-gather of a sharded parameter waits by itself
         checked_collectives.settle(
-            flat_param for unit in units for flat_param in unit.flat_params if not flat_param.is_sharded
+            flat_param for unit in found for flat_param in unit.flat_params if not flat_param.is_sharded
         )
-        with checked_collectives.telling(lambda: units):
-            for unit in units:
-                self._states.append(Summoned(unit=unit, **self._flags))
-                self._states[-1].enter()
-        self._are_all_there = True
+        with checked_collectives.telling(lambda: found):
+            for unit in found:
+                states.append(Summoned(unit=unit, **flags))
+                states[-1].enter()
+        are_all_there = True
 
-    def end(self) -> None:
+    def end() -> None:
         """Leave all units, the last first. After Ctrl-C in it, call it again: it leaves the remaining units.
 
         Raises: the last error of a ``leave``, after all of them have run.
         """
-        steps: list[Callable[[], None]] = [state.leave for state in reversed(self._states)]
-        if self._are_all_there:
-            self._are_all_there = False
-            steps.insert(0, functools.partial(_note_written, self._states))
+        nonlocal are_all_there
+        steps: list[Callable[[], None]] = [state.leave for state in reversed(states)]
+        if are_all_there:
+            are_all_there = False
+            steps.insert(0, functools.partial(_note_written, states))
         in_turn(steps)
+
+    return _C.Block(begin, end)
 
 
 def in_turn(steps: Iterable[Callable[[], None]]) -> None:

@@ -81,7 +81,7 @@ class Unit:
 
     def _freed_reason(self) -> str:
         """The error text for a use of freed parameters."""
-        names = [f"`{original.fqn}`" for flat_param in self.flat_params for original in flat_param.originals]
+        names = [f"`{original.fqn}`" for original in self.originals]
         *others, last = listed(names) or ["none"]
         return (FREED + _IN_BACKWARD).format(
             unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last
@@ -169,20 +169,16 @@ class Unit:
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
-        for flat_param in self.flat_params:
-            for original in flat_param.originals:
-                _warn_of_hooks(self.name, original)
-                for place in original.names:
-                    delattr(place.module, place.name)
+        for original in self.originals:
+            _warn_of_hooks(self.name, original)
+            for place in original.names:
+                delattr(place.module, place.name)
         self.register_flat()
 
     @functools.cached_property
     def places(self) -> set[tuple[nn.Module, str]]:
         """The places, (module, name), of the original parameters."""
-        names = (
-            name for flat_param in self.flat_params for original in flat_param.originals for name in original.names
-        )
-        return {(name.module, name.name) for name in names}
+        return {(name.module, name.name) for original in self.originals for name in original.names}
 
     @property
     def is_in_forward(self) -> bool:
@@ -217,9 +213,9 @@ class Unit:
         others = {id(original) for original in but}
         for flat_param in self.flat_params:
             flat_param.clear_padding()
-            for original in flat_param.originals:
-                if id(original) not in others:
-                    original.template = None
+        for original in self.originals:
+            if id(original) not in others:
+                original.template = None
         self.core.invalidate()
 
     def loaded(self, but: Iterable[ParamInfo] = ()) -> None:
@@ -256,8 +252,7 @@ class Unit:
 
     def without(self, has: Callable[[str], bool]) -> list[ParamInfo]:
         """The parameters for which ``has(fqn)`` is False for every FQN."""
-        originals = (original for flat_param in self.flat_params for original in flat_param.originals)
-        return [original for original in originals if not any(map(has, original.fqns))]
+        return [original for original in self.originals if not any(map(has, original.fqns))]
 
     def check_registered(self) -> None:
         """Raises: StateError if the module has another tensor in place of a flat parameter.
@@ -388,8 +383,8 @@ class Unit:
         owner = owner_of_param(now)
         if owner is not None:
             raise ValueError(
-                f"{what} was replaced by `{owner[1]}` of {owner[0].name}: tie parameters before wrapping, in one unit; "
-                "to exchange values, set their .data"
+                f"{what} was replaced by `{owner.name}` of {owner.unit.name}: tie parameters before wrapping, in one "
+                "unit; to exchange values, set their .data"
             )
         if not self.options.use_orig_params and now.requires_grad != original.param.requires_grad:
             raise ValueError(
@@ -446,13 +441,15 @@ class Unit:
                 vars(place.module)[place.name] = None  # put() sets the view here
 
     def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
-        """Yield the stepped parameters: the originals, or with ``use_orig_params=False`` the flat parameters."""
+        """Yield the parameters that an optimizer steps, each with its flat parameter."""
         for flat_param in self.flat_params:
-            if self.options.use_orig_params:
-                for original in flat_param.originals:
-                    yield flat_param, original.param
-            else:
-                yield flat_param, flat_param.flat
+            for param in flat_param.stepped:
+                yield flat_param, param
+
+    @property
+    def originals(self) -> list[ParamInfo]:
+        """The original parameters, in the order of the layouts."""
+        return [original for flat_param in self.flat_params for original in flat_param.originals]
 
 
 def _warn_of_hooks(name: str, original: ParamInfo) -> None:

@@ -102,15 +102,15 @@ def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
             if owner is not None:
                 raise ValueError(
                     f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
-                    f"`{owner[1]}` of {owner[0].name}: each would train its copy. Wrap both in one unit, or "
+                    f"`{owner.name}` of {owner.unit.name}: each would train its copy. Wrap both in one unit, or "
                     "ignore the parameter"
                 )
 
 
 def first_name(unit: Unit) -> str:
     """The first parameter of ``unit``, for messages."""
-    names = [original.fqn for flat_param in unit.flat_params for original in flat_param.originals]
-    return f"parameter `{names[0]}`" if names else "no parameters"
+    originals = unit.originals
+    return f"parameter `{originals[0].fqn}`" if originals else "no parameters"
 
 
 def planned(root: nn.Module, targets: Iterable[nn.Module]) -> str:

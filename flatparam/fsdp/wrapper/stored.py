@@ -112,8 +112,7 @@ def _put(wrapper: Wrapper, flat_param: FlatParam, fn: Callable[[Tensor], Tensor]
     flat, unit = flat_param.flat, wrapper._unit
     flat_param.refuse_freed(flat)
     unit.refuse_freed_gradients()
-    params = [param for owner, param in unit.parameters() if owner is flat_param]
-    grads = [(param, fn(param.grad)) for param in params if param.grad is not None]
+    grads = [(param, fn(param.grad)) for param in flat_param.stepped if param.grad is not None]
     data = fn(flat.detach())
     if torch._has_compatible_shallow_copy_type(flat, data):
         flat.data = data
