@@ -74,20 +74,6 @@ def summon_full_params(
     )
 
 
-def summon_with_below(
-    wrapper: Wrapper,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-) -> contextlib.AbstractContextManager[None]:
-    """``summon_full_params`` of this unit and, with ``recurse``, of the units below."""
-    block: contextlib.AbstractContextManager[None] = wrapper.summon_full_params(
-        wrapper, recurse, writeback, rank0_only, offload_to_cpu
-    )
-    return block
-
-
 def apply(wrapper: W, fn: Callable[[nn.Module], None]) -> W:
     """Call ``fn`` on every module while the parameters of its unit are whole. Its writes are kept.
 

@@ -396,7 +396,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     # full_params.py
 
     summon_full_params = staticmethod(full_params.summon_full_params)
-    _summon_full_params = full_params.summon_with_below
+    _summon_full_params = full_params.summon_full_params
     apply = full_params.apply
     named_parameters = full_params.named_parameters
     named_buffers = full_params.named_buffers
