@@ -47,6 +47,7 @@ class Boundary(NamedTuple):
 class Question:
     """The options of the command, checked.
 
+    - ``settings``: what all candidates have in common.
     - ``gpu_memory``: bytes that a rank may use.
     - ``tokens``: tokens of a rank in one step.
     - ``flops``: operations a rank does in a second.
@@ -55,7 +56,7 @@ class Question:
       same; empty: all that are possible.
     """
 
-    world_size: int
+    settings: Settings
     gpu_memory: int
     cluster: Cluster
     tokens: int
@@ -65,10 +66,6 @@ class Question:
     inner: tuple[int, ...] = ()
     wrap: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    optimizer: str = "adam"
-    segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,24 +201,15 @@ def candidates(module: nn.Module, question: Question) -> Iterator[Candidate]:
 
 
 def _settings(question: Question, wrap: tuple[str, ...]) -> Iterator[Settings]:
-    world, node = question.world_size, question.cluster.node
+    world, node = question.settings.world_size, question.cluster.node
     sizes = inner_sizes(world, node)
     for n in question.inner:
         if n not in sizes:
             raise BadInput(f"--inner must divide {world} ranks, and divide or be nodes of {node}: {sizes}, got {n}")
     inner = question.inner or sizes
     for name in question.strategies:
-        settings = Settings(
-            world_size=world,
-            wrap=wrap,
-            param_dtype=question.param_dtype,
-            reduce_dtype=question.reduce_dtype,
-            optimizer=question.optimizer,
-            use_orig_params=True,
-            segments=question.segments,
-        )
         for size in inner if is_grid(SUPPORTED[name]) else [None]:
-            yield dataclasses.replace(settings, strategy=SUPPORTED[name], shard_size=size)
+            yield dataclasses.replace(question.settings, wrap=wrap, strategy=SUPPORTED[name], shard_size=size)
 
 
 def _micro_batches(

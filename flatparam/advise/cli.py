@@ -30,7 +30,7 @@ from flatparam.advise.report import (
 from flatparam.advise.timing import Cluster
 from flatparam.common.parsing import Parser
 from flatparam.inspect.cli import DTYPES, add_settings, classes, drawing
-from flatparam.inspect.planning import MOST_RANKS, SUPPORTED, BadInput, load
+from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, load
 
 # Operations/s of a rank in dtypes of at most 16 bits, and in wider ones: H100 at 40 % of its peaks, which NVIDIA's data
 # sheet gives as 989e12 in bf16 and 67e12 in fp32 without TF32
@@ -167,8 +167,15 @@ def _add_tries(made: Parser) -> None:
 
 
 def question_of(options: argparse.Namespace, module: nn.Module) -> Question:
-    if options.world_size > MOST_RANKS:
-        raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {options.world_size}")
+    param_dtype = DTYPES.get(options.param_dtype)
+    settings = Settings(
+        world_size=options.world_size,
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES.get(options.reduce_dtype, None if param_dtype is None else torch.float32),
+        optimizer=options.optimizer,
+        use_orig_params=True,
+        segments=options.segments,
+    )
     node = min(options.node_size, options.world_size)
     if options.world_size % node:
         raise BadInput(
@@ -177,10 +184,9 @@ def question_of(options: argparse.Namespace, module: nn.Module) -> Question:
     micro_batches = options.micro_batches or [n for n in Question.micro_batches if n <= options.tokens]
     if max(micro_batches) > options.tokens:
         raise BadInput(f"--tokens {options.tokens} are fewer than {max(micro_batches)} micro-batches")
-    param_dtype = DTYPES.get(options.param_dtype)
     low = _itemsize(module, param_dtype) <= 2
     return Question(
-        world_size=options.world_size,
+        settings=settings,
         gpu_memory=int(options.gpu_memory),
         cluster=Cluster(node, options.intra, options.inter, options.intra_latency, options.inter_latency),
         tokens=options.tokens,
@@ -190,10 +196,6 @@ def question_of(options: argparse.Namespace, module: nn.Module) -> Question:
         inner=options.inner or (),
         wrap=options.wrap or (),
         micro_batches=tuple(sorted(set(micro_batches))),
-        param_dtype=param_dtype,
-        reduce_dtype=DTYPES.get(options.reduce_dtype, None if param_dtype is None else torch.float32),
-        optimizer=options.optimizer,
-        segments=options.segments,
     )
 
 
@@ -212,7 +214,7 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
     found = sorted(candidates(module, question), key=lambda one: (one.memory, one.seconds))
     if not found:
         raise BadInput(
-            f"no inner group is possible among {question.world_size} ranks in nodes of {question.cluster.node}"
+            f"no inner group is possible among {options.world_size} ranks in nodes of {question.cluster.node}"
         )
     fitting = by_speed([one for one in found if one.memory <= question.gpu_memory])
     too_large = [one for one in found if one.memory > question.gpu_memory]

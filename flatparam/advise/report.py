@@ -75,12 +75,12 @@ compute: the part of the step in which a rank computes"""
 
 def title(model: str, numel: int, question: Question, dtypes: tuple[torch.dtype, ...]) -> str:
     """Return the first line: the model, the ranks and the options. ``dtypes``: those of its compute."""
-    cluster = question.cluster
-    nodes = question.world_size // cluster.node
+    ranks = question.settings.world_size
+    nodes = ranks // question.cluster.node
     return (
-        f"{model}: {numel:,} elements, {question.world_size} rank{'s' if question.world_size > 1 else ''} in {nodes} "
+        f"{model}: {numel:,} elements, {ranks} rank{'s' if ranks > 1 else ''} in {nodes} "
         f"node{'s' if nodes > 1 else ''}, {human(question.gpu_memory)} each, compute in {names_of(dtypes)}, "
-        f"optimizer {question.optimizer}"
+        f"optimizer {question.settings.optimizer}"
     )
 
 
@@ -107,16 +107,17 @@ def call(candidate: Candidate, question: Question) -> str:
         names = [name.rpartition(".")[2] for name in candidate.boundary.wrap]
         classes = ", ".join(names if candidate.boundary.together == 1 else ["nn.Sequential"])
         arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({{{classes}}})")
-    given = {} if question.param_dtype is None else {"param_dtype": question.param_dtype}
-    if (given or question.reduce_dtype) and len(candidate.reduce_dtypes) == 1:  # else those of the parameters
+    settings = question.settings
+    given = {} if settings.param_dtype is None else {"param_dtype": settings.param_dtype}
+    if (given or settings.reduce_dtype) and len(candidate.reduce_dtypes) == 1:  # else those of the parameters
         given["reduce_dtype"] = candidate.reduce_dtypes[0]
     if given:
         precision = ", ".join(f"{name}={dtype}" for name, dtype in given.items())
         arguments.append(f"mixed_precision=MixedPrecision({precision})")
-    if question.segments:
+    if settings.segments:
         arguments.append("segments=True")
     if candidate.inner is not None:
-        shape = (question.world_size // candidate.inner, candidate.inner)
+        shape = (settings.world_size // candidate.inner, candidate.inner)
         arguments.append(f'device_mesh=init_device_mesh("cuda", {shape})')
     text = f"FullyShardedDataParallel(model, {', '.join(arguments)})"
     if candidate.boundary.together > 1:
@@ -145,19 +146,19 @@ def how_to_step(candidate: Candidate, question: Question) -> str:
         synced = "each reduced" if candidate.reduce_each else "all but the last in model.no_sync()"
         batches = f"{candidate.micro_batches} micro-batches of {tokens} a step, {synced}"
     dtypes = f"compute in {names_of(candidate.compute_dtypes)}, reduction in {names_of(candidate.reduce_dtypes)}"
-    return f"{batches}; {dtypes}; optimizer {question.optimizer}"
+    return f"{batches}; {dtypes}; optimizer {question.settings.optimizer}"
 
 
 def with_elastic(candidate: Candidate, question: Question) -> str:
     """Return a line with the host memory that training with ``flatparam.elastic`` takes; one rank: nothing."""
-    kept = {name: candidate.plan.kept_by_elastic(question.world_size, name) for name in MOST}
+    kept = {name: candidate.plan.kept_by_elastic(question.settings.world_size, name) for name in MOST}
     told = " or ".join(f'{human(size)} with redundancy="{name}"' for name, size in kept.items())
     return f"flatparam.elastic keeps in host memory of each rank: {told}" if any(kept.values()) else ""
 
 
 def in_full_precision(candidate: Candidate, question: Question) -> str:
     """Return a line for the case that no ``--param-dtype`` was given and the model computes in fp32; else nothing."""
-    if question.param_dtype is not None or torch.float32 not in candidate.compute_dtypes:
+    if question.settings.param_dtype is not None or torch.float32 not in candidate.compute_dtypes:
         return ""
     return "the plan is in fp32, the dtype of the parameters: --param-dtype bf16 plans mixed precision"
 
@@ -185,15 +186,15 @@ def as_json(
     model: str, numel: int, question: Question, fitting: list[Candidate], too_large: list[Candidate]
 ) -> dict[str, Any]:
     """Return the report as plain types. Sizes are in bytes and times in seconds, of a rank in one step."""
-    cluster = question.cluster
+    cluster, settings = question.cluster, question.settings
     return {
         "model": model,
         "numel": numel,
-        "world_size": question.world_size,
+        "world_size": settings.world_size,
         "gpu_memory": question.gpu_memory,
-        "param_dtype": None if question.param_dtype is None else str(question.param_dtype).removeprefix("torch."),
-        "reduce_dtype": None if question.reduce_dtype is None else str(question.reduce_dtype).removeprefix("torch."),
-        "optimizer": question.optimizer,
+        "param_dtype": None if settings.param_dtype is None else str(settings.param_dtype).removeprefix("torch."),
+        "reduce_dtype": None if settings.reduce_dtype is None else str(settings.reduce_dtype).removeprefix("torch."),
+        "optimizer": settings.optimizer,
         "assumed": {
             "tokens": question.tokens,
             "flops": question.flops,
@@ -202,8 +203,8 @@ def as_json(
             "bytes_per_second": {"intra": cluster.intra, "inter": cluster.inter},
             "latency": {"intra": cluster.intra_latency, "inter": cluster.inter_latency},
         },
-        "fitting": [_entry(one, question.world_size) for one in fitting],
-        "too_large": [_entry(one, question.world_size) for one in too_large],
+        "fitting": [_entry(one, settings.world_size) for one in fitting],
+        "too_large": [_entry(one, settings.world_size) for one in too_large],
     }
 
 

@@ -36,6 +36,7 @@ from flatparam.fsdp.sharding.parameters import (
 )
 from flatparam.fsdp.sharding.placement import TABLE, Placement, Row, is_grid
 from flatparam.fsdp.unit.memory_plan import Flat, MemoryPlan, plan_tree, plan_unit
+from flatparam.fsdp.wrapper.materialize import own_modules
 from flatparam.fsdp.wrapper.wrap import check_not_tied, targets_of
 
 
@@ -228,14 +229,10 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
     except ValueError as error:
         raise BadInput(str(error)) from error
     units = []
-    inside = {unit: set(unit.modules()) for unit in precisions}
     for path, inner in module.named_modules():
-        if inner not in precisions:
-            continue
-        below = {part for unit in precisions if unit is not inner and unit in inside[inner] for part in inside[unit]}
-        own = [part for part in inner.modules() if part not in below]
-        originals = find_originals(own, inner, set())
-        units.append(_unit(path, inner, originals, precisions[inner], settings))
+        if inner in precisions:
+            originals = find_originals(own_modules(inner, precisions.__contains__, set()), inner, set())
+            units.append(_unit(path, inner, originals, precisions[inner], settings))
     return units
 
 
