@@ -121,11 +121,20 @@ class MemoryPlan:
     host: int = 0
 
     def table(self, every: bool = False) -> str:
-        """The plan as a table. Units with equal sizes, whose names differ in numbers alone, share a line.
+        """The plan as a table, with totals and ``summary``.
 
-        ``every``: each unit has a line.
+        Units with equal sizes, whose names differ in numbers alone, share a line. ``every``: each unit has a line.
         """
-        return _table(self, every)
+        own = [(one.shard, one.gradient, one.optimizer, one.full, one.kept, one.padding) for one in self.units]
+        rows: list[tuple[str, ...]] = [
+            ("unit", "units", "shard", "gradient", "optimizer", "unsharded", "no_sync", "padding"),
+            ("", "", *("bytes a rank",) * 5, "of all ranks"),
+        ]
+        named = ((unit.name, *sizes) for unit, sizes in zip(self.units, own, strict=True))
+        rows += [(name, count, *map(human, sizes)) for name, count, *sizes in merged(named, every)]
+        rows.append(("total", f"{len(own):,}", *(human(sum(column)) for column in zip(*own, strict=True))))
+        on_host = [f"host memory: {human(self.host)}"] if self.host else []
+        return "\n".join([aligned(rows, 1, 2, 1), "", summary(self), *on_host])
 
     def kept_by_elastic(self, world_size: int, redundancy: str = "parity") -> int:
         """The bytes of host memory that the loop of ``flatparam.elastic`` keeps more on a rank of ``world_size``."""
@@ -383,17 +392,3 @@ def summary(plan: MemoryPlan) -> str:
             f"{human(plan.peak_no_sync)}; activations and buffers come on top",
         ]
     )
-
-
-def _table(plan: MemoryPlan, every: bool) -> str:
-    """The table of ``MemoryPlan.table``, with totals and ``summary``."""
-    own = [(one.shard, one.gradient, one.optimizer, one.full, one.kept, one.padding) for one in plan.units]
-    rows: list[tuple[str, ...]] = [
-        ("unit", "units", "shard", "gradient", "optimizer", "unsharded", "no_sync", "padding"),
-        ("", "", *("bytes a rank",) * 5, "of all ranks"),
-    ]
-    named = ((unit.name, *sizes) for unit, sizes in zip(plan.units, own, strict=True))
-    rows += [(name, count, *map(human, sizes)) for name, count, *sizes in merged(named, every)]
-    rows.append(("total", f"{len(own):,}", *(human(sum(column)) for column in zip(*own, strict=True))))
-    on_host = [f"host memory: {human(plan.host)}"] if plan.host else []
-    return "\n".join([aligned(rows, 1, 2, 1), "", summary(plan), *on_host])

@@ -44,10 +44,36 @@ class ShardMap(list[Piece]):
     """A list of pieces: unit by unit, in the order of the layout, rank by rank. ``print`` shows tables."""
 
     def table(self, every: bool = False) -> str:
-        """The map as tables. Parameters that are sharded alike, and whose names differ in numbers alone, share a line.
-        Ranks that hold as many elements share a line too. ``every``: one table with a line for each piece.
+        """The map as two tables, of parameters and of ranks. ``every``: one table with a line for each piece.
+
+        Parameters that are sharded alike, and whose names differ in numbers alone, share a line. Ranks that hold as
+        many elements share a line too.
         """
-        return _table(self, every)
+        rows: list[tuple[str, ...]]
+        if every:
+            rows = [("parameter", "dtype", "shape", "rank", "first element", "elements", "in the shard at")]
+            for one in self:
+                numbers = (one.rank, f"{one.start:,}", f"{one.numel:,}", f"{one.flat_start:,}")
+                rows.append((one.fqn, of_dtype(one.dtype), str(list(one.shape)), *map(str, numbers)))
+            return aligned(rows, 1, 1)
+        held: dict[tuple[str, Any, tuple[int, ...], bool], list[tuple[int, int]]] = {}
+        on_rank: dict[int, tuple[int, int]] = {}
+        for one in self:
+            held.setdefault((one.fqn, one.dtype, one.shape, one.trained), []).append((one.rank, one.numel))
+            params, numel = on_rank.get(one.rank, (0, 0))
+            on_rank[one.rank] = params + 1, numel + one.numel
+        rows = [("parameter", "count", "dtype", "shape", "trained", "ranks", "elements on each")]
+        for name, count, dtype, shape, trained, *here in merged(((*key, *here) for key, here in held.items()), False):
+            sizes = sorted(numel for _, numel in here)
+            each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} to {sizes[-1]:,}"
+            on = ranges(rank for rank, _ in here)
+            rows.append((name, count, of_dtype(dtype), str(list(shape)), "yes" if trained else "no", on, each))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for rank in sorted(on_rank):
+            alike.setdefault(on_rank[rank], []).append(rank)
+        ranks = [("ranks", "parameters on each", "elements on each")]
+        ranks += [(ranges(members), f"{params:,}", f"{numel:,}") for (params, numel), members in alike.items()]
+        return f"{aligned(rows, 1, 1)}\n\n{aligned(ranks, 1, 1)}"
 
     def __str__(self) -> str:
         return self.table()
@@ -76,33 +102,3 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
                     )
                     found.append(piece)
     return found
-
-
-def _table(pieces: Iterable[Piece], every: bool) -> str:
-    """The tables of ``ShardMap.table``: one of parameters, one of ranks."""
-    pieces = list(pieces)
-    rows: list[tuple[str, ...]]
-    if every:
-        rows = [("parameter", "dtype", "shape", "rank", "first element", "elements", "in the shard at")]
-        for one in pieces:
-            numbers = (one.rank, f"{one.start:,}", f"{one.numel:,}", f"{one.flat_start:,}")
-            rows.append((one.fqn, of_dtype(one.dtype), str(list(one.shape)), *map(str, numbers)))
-        return aligned(rows, 1, 1)
-    held: dict[tuple[str, Any, tuple[int, ...], bool], list[tuple[int, int]]] = {}
-    on_rank: dict[int, tuple[int, int]] = {}
-    for one in pieces:
-        held.setdefault((one.fqn, one.dtype, one.shape, one.trained), []).append((one.rank, one.numel))
-        params, numel = on_rank.get(one.rank, (0, 0))
-        on_rank[one.rank] = params + 1, numel + one.numel
-    rows = [("parameter", "count", "dtype", "shape", "trained", "ranks", "elements on each")]
-    for name, count, dtype, shape, trained, *here in merged(((*key, *here) for key, here in held.items()), False):
-        sizes = sorted(numel for _, numel in here)
-        each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} to {sizes[-1]:,}"
-        on = ranges(rank for rank, _ in here)
-        rows.append((name, count, of_dtype(dtype), str(list(shape)), "yes" if trained else "no", on, each))
-    alike: dict[tuple[int, int], list[int]] = {}
-    for rank in sorted(on_rank):
-        alike.setdefault(on_rank[rank], []).append(rank)
-    ranks = [("ranks", "parameters on each", "elements on each")]
-    ranks += [(ranges(members), f"{params:,}", f"{numel:,}") for (params, numel), members in alike.items()]
-    return f"{aligned(rows, 1, 1)}\n\n{aligned(ranks, 1, 1)}"
