@@ -109,7 +109,7 @@ def export(
                 check_whole(name, chunks)
                 empty = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(name), device="meta")
                 parts.append(Part.whole(name, empty))
-            meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
+            meter.expect(sum(part.tensor.nbytes for part in parts))
             beside = f".{target.name}.partial-{secrets.token_hex(16)}"
             try:
                 write_file(

@@ -91,7 +91,7 @@ def write_file(
         if part.key == "__metadata__":
             raise CheckpointError("`__metadata__` is no name for a tensor in a safetensors file: rename it")
         chunks[part.key] = Chunk(name, NAMES[part.tensor.dtype], part.shape, part.offsets, tuple(part.tensor.shape), at)
-        at += part.tensor.numel() * part.tensor.itemsize
+        at += part.tensor.nbytes
     header = _header(parts, chunks, metadata)
     for chunk in chunks.values():
         chunk.begin += len(header)
@@ -100,7 +100,7 @@ def write_file(
         waiting = 0
         for part in parts:
             chunks[part.key].sums = _write_box(file.fileno(), values(part), progress)
-            waiting += part.tensor.numel() * part.tensor.itemsize
+            waiting += part.tensor.nbytes
             if waiting >= RUN_BYTES and _start_writing is not None:  # the disk writes while the CPU sums the next parts
                 _start_writing(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
                 waiting = 0
@@ -116,7 +116,7 @@ def _header(parts: Sequence[Part], chunks: dict[str, Chunk], metadata: Mapping[s
     }
     for part in parts:
         chunk = chunks[part.key]
-        end = chunk.begin + part.tensor.numel() * part.tensor.itemsize
+        end = chunk.begin + part.tensor.nbytes
         sizes = chunk.sizes
         if chunk.dtype == PACKED:
             sizes = (*sizes[:-1], 2 * sizes[-1]) if sizes else (2,)
@@ -146,11 +146,11 @@ def _runs(tensor: Tensor) -> Iterator[Tensor]:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_cpu and tensor.is_contiguous():
         yield tensor
-    elif tensor.numel() * tensor.itemsize <= RUN_BYTES:
+    elif tensor.nbytes <= RUN_BYTES:
         yield tensor.cpu().contiguous()
     else:
         d = next(d for d, size in enumerate(tensor.shape) if size > 1)
-        step = max(1, tensor.shape[d] * RUN_BYTES // (tensor.numel() * tensor.itemsize))
+        step = max(1, tensor.shape[d] * RUN_BYTES // tensor.nbytes)
         for i in range(0, tensor.shape[d], step):
             yield from _runs(tensor.narrow(d, i, min(step, tensor.shape[d] - i)))
 

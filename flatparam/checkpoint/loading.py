@@ -200,7 +200,7 @@ class Loading(ModelPlan):
                 self.targets.plan(strict, convert)
                 self.targets.sums = Sums(held, index, source, self.rank, self.size)
                 self.reads += self.targets.reads
-            self.bytes = sum(read.out.numel() * read.out.itemsize for read in self.reads)
+            self.bytes = sum(read.out.nbytes for read in self.reads)
             if meter is not None:
                 meter.expect(self.bytes)
                 check_reads(source, self.reads, meter.add)

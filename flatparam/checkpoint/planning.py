@@ -78,7 +78,7 @@ class SavePlan:
 
     @property
     def bytes(self) -> int:
-        return sum(part.tensor.numel() * part.tensor.itemsize for parts in self.parts.values() for part in parts)
+        return sum(part.tensor.nbytes for parts in self.parts.values() for part in parts)
 
     def add(self, folder: str, key: str, held: LocalParam, values: Tensor, rank: int) -> None:
         """Add the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""

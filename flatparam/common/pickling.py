@@ -119,7 +119,7 @@ def as_view() -> Reduced:
 
 def as_flat_parameter(shard: Tensor, requires_grad: bool) -> Reduced:
     """Return the form of a flat parameter: the shard alone; its handle or unit has the rest."""
-    if shard.untyped_storage().nbytes() != shard.numel() * shard.element_size():
+    if shard.untyped_storage().nbytes() != shard.nbytes:
         shard = shard.clone()  # else the whole storage would be pickled
     return new_flat_parameter, (shard, requires_grad)
 

@@ -86,8 +86,7 @@ def as_sent(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host, borrowed: the caller keeps the tensor alive."""
-    size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_uint8 * size).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -154,13 +153,10 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
     return bool(torch.isin(_elements(a), _elements(b)).any())
 
 
-def allocate(tensor: Tensor, size: torch.Size) -> bool:
-    """Allocate memory for ``size`` elements in ``tensor``'s freed storage. False: a plain tensor that has that much."""
-    given = _C.allocate(tensor, size.numel())
-    if given is None:
+def allocate(tensor: Tensor, size: torch.Size) -> None:
+    """Allocate memory for ``size`` elements in ``tensor``'s freed storage."""
+    if _C.allocate(tensor, size.numel()) is None:  # a subclass
         _alloc_storage(tensor, size)
-        return True
-    return given
 
 
 def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) -> None:

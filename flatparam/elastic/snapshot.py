@@ -51,7 +51,7 @@ class Plan:
                 tensor = part.tensor.detach()
                 places.append((file, part.key, part.shape, part.offsets, tensor.dtype, tuple(tensor.shape), at))
                 self._boxes.append((at, tensor))
-                at = _aligned(at + tensor.numel() * tensor.itemsize)
+                at = _aligned(at + tensor.nbytes)
         self._head = pickle.dumps((key, number, described(plan), places))
         self._begin = _aligned(_PREFIX + len(self._head))
         self.length = self._begin + at
