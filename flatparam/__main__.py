@@ -65,10 +65,7 @@ def command(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         got = repr(arguments[0]) if arguments else "nothing"
         end = (suggestion(arguments[0], COMMANDS) if arguments else "") or "; try --help"
-        print(
-            f"flatparam: expected a command ({', '.join(COMMANDS)}), got {got}{end}",
-            file=sys.stderr,
-        )
+        print(f"flatparam: expected a command ({', '.join(COMMANDS)}), got {got}{end}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[arguments[0]]
     status: int = importlib.import_module(module).main(arguments[1:])

@@ -205,19 +205,14 @@ def _state_of(
     for one in held:
         if one.is_buffer:
             stand_ins.watch(one)
-    paths = _paths(module)
+    bare = bare_names(module)
+    paths = {path: bare(path) for path, _ in module.named_modules()}  # of each module -> in the unwrapped model
     state = _under_paths(state, paths)
     if "metadata" in about:
         of_first = OfRank(source, 0)
         told = {path: decode(about["metadata"].get(clean, dict(_PLAIN)), of_first) for path, clean in paths.items()}
         state._metadata = OrderedDict(told)
     return state
-
-
-def _paths(module: nn.Module) -> dict[str, str]:
-    """Map the path of each module to its path in the unwrapped model."""
-    bare = bare_names(module)
-    return {path: bare(path) for path, _ in module.named_modules()}
 
 
 def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:

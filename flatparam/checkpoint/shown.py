@@ -113,17 +113,13 @@ class StandIns(TorchFunctionMode):
             self.note(held or self._whole[id(first)][1], second)
             return first
         if held is not None:
-            if (
-                name in _SAME
-                or field == "data"
-                or (name == "to" and not _converts(first, (*args[1:], *kwargs.values())))
-            ):
+            if name in _SAME or field == "data" or (name == "to" and not _converts(args, kwargs)):
                 return first
             if field in _OF_DEVICE:
                 return False if field == "is_meta" else getattr(held.owner, field)
         elif _is_made(first) and self.name_of(first) is not None:
-            sets = getattr(func, "__name__", "") == "__set__" and self.name_of(second) == self.name_of(first)
-            if sets or field == "data" or (name in _MOVED and not _converts(first, (*args[1:], *kwargs.values()))):
+            sets = name == "__set__" and self.name_of(second) == self.name_of(first)
+            if sets or field == "data" or (name in _MOVED and not _converts(args, kwargs)):
                 return None if sets else first
         elif field in _OF_DEVICE and self.name_of(first) is not None:
             return getattr(torch.empty(0, device="cpu"), field)
@@ -151,9 +147,10 @@ def _is_made(value: Any) -> bool:
     return type(value) is nn.Parameter and value.is_meta
 
 
-def _converts(value: Tensor, arguments: Iterable[Any]) -> bool:
-    """Whether ``value.to(*arguments)`` would change the dtype."""
-    dtypes = (one.dtype if isinstance(one, Tensor) else one for one in arguments)
+def _converts(args: Any, kwargs: Any) -> bool:
+    """Whether ``Tensor.to(*args, **kwargs)`` would change the dtype."""
+    value, *rest = *args, *kwargs.values()
+    dtypes = (one.dtype if isinstance(one, Tensor) else one for one in rest)
     return any(isinstance(dtype, torch.dtype) and dtype != value.dtype for dtype in dtypes)
 
 

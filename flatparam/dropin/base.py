@@ -21,11 +21,7 @@ from .. import _C
 from ..common import optimizers
 from ..common.patches import Lifetime
 from ..common.tensors import free, has_memory, same_storage
-from ..common.torch_private import (
-    HandleTrainingState,
-    is_torchdynamo_compiling,
-    torch_flat_param,
-)
+from ..common.torch_private import HandleTrainingState, is_torchdynamo_compiling, torch_flat_param
 
 if TYPE_CHECKING:
     TorchsNames = torch_flat_param.FlatParamHandle  # a Handle has all its methods, with its signatures: see handle.py

@@ -249,9 +249,9 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
     for name, told in json_object(path, header).items():
         if name == "__metadata__":
             continue
-        if not isinstance(told, dict):
-            raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
-        shape, offsets, dtype_name = _sizes(told.get("shape")), _sizes(told.get("data_offsets")), told.get("dtype")
+        fields = told if isinstance(told, dict) else {}
+        shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+        dtype_name = fields.get("dtype")
         if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
             raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
         dtype = DTYPES.get(dtype_name)
