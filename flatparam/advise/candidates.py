@@ -140,8 +140,8 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Runs]]:
     """Yield ``(list, its runs)`` for each ModuleList or Sequential that contains modules of class ``name``."""
     for parent in list(module.modules()):
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            children = [child for child in parent.children()]
-            runs = [(is_it, list(run)) for is_it, run in groupby(children, lambda child: type(child).__name__ == name)]
+            grouped = groupby(parent.children(), lambda child: type(child).__name__ == name)
+            runs = [(is_it, list(run)) for is_it, run in grouped]
             if any(is_it for is_it, _ in runs):
                 yield parent, runs
 

@@ -272,13 +272,10 @@ def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, Memory
     """Return strategy -> plan, for each strategy. Those that need ``shard_size`` are left out if it is None."""
     found = {}
     for name, strategy in SUPPORTED.items():
-        if not is_grid(strategy):
-            other = dataclasses.replace(settings, strategy=strategy, shard_size=None)
-        elif settings.shard_size is not None:
-            other = dataclasses.replace(settings, strategy=strategy)
-        else:
-            continue
-        found[name] = plan_of(units_of(module, other), other)
+        size = settings.shard_size if is_grid(strategy) else None
+        if size is not None or not is_grid(strategy):
+            other = dataclasses.replace(settings, strategy=strategy, shard_size=size)
+            found[name] = plan_of(units_of(module, other), other)
     return found
 
 

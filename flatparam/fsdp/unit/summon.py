@@ -86,10 +86,10 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
     for unit in all_units():
-        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.core.accumulated() if tensor is not None}
+        kept = {_address(tensor) for tensor in unit.core.accumulated() if tensor is not None}
         for flat_param, param in unit.parameters() if kept else ():
             grad = param.grad
-            if id(param) not in stepped or grad is None or grad.untyped_storage().data_ptr() not in kept:
+            if id(param) not in stepped or grad is None or _address(grad) not in kept:
                 continue
             if not unit.core.unreduced:
                 _C.set_grad(param, grad.to(param.dtype))
@@ -415,9 +415,8 @@ class Summoned:
 
 def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
     """Whether ``value`` lies in ``whole``, but not at ``place``: it may be the gradient of another parameter."""
-    return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and (
-        value.data_ptr() != place.data_ptr() or value.stride() != place.stride()
-    )
+    lies_in = _address(value) == _address(whole)
+    return lies_in and (value.data_ptr() != place.data_ptr() or value.stride() != place.stride())
 
 
 def _address(tensor: Tensor) -> int:

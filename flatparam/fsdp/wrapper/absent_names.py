@@ -70,6 +70,7 @@ _OF_HANDLES = {
     "_force_full_precision": "summon_full_params() and state_dict() give full precision",
     "_use_full_prec_in_eval": _OF_WRAPPERS["_use_full_prec_in_eval"],
 }
+ABSENT_NAMES = (*_OF_WRAPPERS, *_IN_WRAPPERS)  # of wrappers: each gets a descriptor
 
 
 def why_absent(name: str, of_handle: bool = False) -> str | None:
@@ -93,8 +94,3 @@ class Absent:
 
     def __set__(self, instance: Any, value: Any) -> None:
         raise AttributeError(f"cannot set {why_absent(self.name)}")
-
-
-def absent_names() -> tuple[str, ...]:
-    """The absent names of wrappers that get a descriptor."""
-    return (*_OF_WRAPPERS, *_IN_WRAPPERS)

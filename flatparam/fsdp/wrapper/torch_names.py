@@ -22,7 +22,7 @@ from ..sharding.flat_param import FlatParam
 from ..sharding.torch_attributes import now
 from ..unit.base import Wrapper
 from . import stored
-from .absent_names import Absent, absent_names, why_absent
+from .absent_names import ABSENT_NAMES, Absent, why_absent
 
 
 class Handle:
@@ -217,5 +217,5 @@ class TorchNames(Wrapper):
         """Return at once, as ``Unshard.wait`` does."""
 
 
-for _name in absent_names():
+for _name in ABSENT_NAMES:
     setattr(TorchNames, _name, Absent(_name))
