@@ -175,7 +175,7 @@ class Loading(ModelPlan):
         self.source = source
         index, base = source.index, source.about.get("base")
         self.index = index
-        held = list(all_held(self.module, trainable_only=base is not None))
+        held = all_held(self.module, trainable_only=base is not None)
         source.fit({name for one in held for name in one.names})
         with naming_checkpoint(self.path):
             if index is not None:

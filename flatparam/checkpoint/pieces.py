@@ -5,7 +5,6 @@ Replicas share the writing: each element is written by one rank. Nothing is comm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -42,8 +41,8 @@ class InHandle(LocalParam):
         return self.handle.zero1_world_size > 1
 
 
-def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalParam]:
-    """Yield the parameters and buffers on this rank, also in handles. ``trainable_only``: do not refuse frozen ones.
+def all_held(module: nn.Module, trainable_only: bool = False) -> list[LocalParam]:
+    """Return the parameters and buffers on this rank, also in handles. ``trainable_only``: do not refuse frozen ones.
 
     Raises: ValueError for a tensor that another library has sharded.
     """
@@ -55,7 +54,7 @@ def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalP
     held = list(local_params_of(module, other=other, name_of=bare_names(module)))
     read = (one for one in held if not trainable_only or one.is_buffer or one.owner.requires_grad)
     refuse_forms(read, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
-    return iter(held)
+    return held
 
 
 def written(held: LocalParam, rank: int, shares: bool = True) -> tuple[int, int]:

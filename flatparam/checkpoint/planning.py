@@ -128,7 +128,7 @@ def plan_save(
     units = list(unit_paths(module))
     for unit in units:
         unit.check_not_mismatched("checkpoint.save")
-    plan = SavePlan(held=list(all_held(module, trainable_only)), shares=shares)
+    plan = SavePlan(held=all_held(module, trainable_only), shares=shares)
     named = None if optimizer is None else Named(optimizer, plan.held)
     for held in plan.held:
         if isinstance(held, InHandle) and held.handle._sum != Sum.NONE:

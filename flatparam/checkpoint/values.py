@@ -66,10 +66,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             name += "'"
         tensors[name] = value.detach()
         return {_TENSOR: name}
-    if type(value) in (list, torch.Size):
-        return [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
-    if type(value) is tuple:
-        return {_TUPLE: [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+    if type(value) in (list, torch.Size, tuple):
+        items = [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+        return {_TUPLE: items} if type(value) is tuple else items
     if type(value) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
         return _encode_dict(value, path, tensors)
     raise CheckpointError(

@@ -90,7 +90,7 @@ def check_model(model: nn.Module) -> None:
     """Raises: StateError for a model that cannot move to other ranks, naming the unit. No collective call."""
     moving = _Moving(model, None, [])
     moving.check_units()
-    moving.check_held(list(all_held(model)))
+    moving.check_held(all_held(model))
 
 
 def check_reduced(model: nn.Module, what: str) -> None:

@@ -330,9 +330,8 @@ def reset_state(wrapper: Wrapper) -> None:
     """
     if wrapper._outermost() is not wrapper:
         raise StateError(f"`reset_state()` is for the root: this is {wrapper._unit.name}")
-    wrappers = wrapper.fsdp_modules(wrapper)
     steps: list[Callable[[], None]] = []
-    for each in wrappers:
+    for each in wrapper.fsdp_modules(wrapper):
         root: Any = each._unit.core.root
         if root is not None:
             steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]

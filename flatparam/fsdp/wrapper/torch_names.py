@@ -161,13 +161,11 @@ class TorchNames(Wrapper):
     @property
     def _handle(self) -> Handle | None:
         """The handle of the first flat parameter of this unit; None: it has none. ``_all_handles`` has the others."""
-        flat_params = self._unit.flat_params
-        return Handle(self, flat_params[0]) if flat_params else None
+        return next((Handle(self, flat_param) for flat_param in self._unit.flat_params), None)
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        flat_params = self._unit.flat_params
-        return flat_params[0].flat if flat_params else None
+        return next((flat_param.flat for flat_param in self._unit.flat_params), None)
 
     @property
     def params(self) -> list[nn.Parameter]:
