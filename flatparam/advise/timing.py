@@ -79,7 +79,7 @@ class Load(NamedTuple):
 
 def operations(unit: Unit) -> tuple[int, int]:
     """Return the operations of forward and of backward for one token."""
-    sizes = [(sum(flat.layout.numels), flat.is_trained) for flat, _ in unit.segments]
+    sizes = [(sum(flat.layout.numels), flat.is_trained) for flat in unit.flats]
     return sum(2 * n for n, _ in sizes), sum((4 if trained else 2) * n for n, trained in sizes)
 
 

@@ -75,7 +75,7 @@ def _scale(most: float) -> tuple[str, float]:
 def _layout(axes: Axes, units: list[Unit]) -> None:
     for row, unit in enumerate(units):
         begin = 0
-        for flat, _ in unit.segments:
+        for flat in unit.flats:
             layout = flat.layout
             spans = [(begin + offset, numel) for offset, numel in zip(layout.offsets, layout.numels, strict=True)]
             axes.broken_barh([(begin, layout.padded_numel)], (row - 0.35, 0.7), color=PADDING, lw=0)
@@ -88,7 +88,7 @@ def _layout(axes: Axes, units: list[Unit]) -> None:
     axes.set_xlabel("elements", fontsize=SMALL)
     axes.locator_params(axis="x", nbins=5)
     axes.xaxis.get_offset_text().set_fontsize(SMALL)
-    axes.set_xlim(0, 1.02 * max(sum(flat.layout.padded_numel for flat, _ in unit.segments) for unit in units))
+    axes.set_xlim(0, 1.02 * max(sum(flat.layout.padded_numel for flat in unit.flats) for unit in units))
     handles = [
         *(Patch(color=colour, label=f"parameter {turn}") for colour, turn in zip(PARAMETERS, TURNS, strict=True)),
         Patch(color=PADDING, label="padding"),

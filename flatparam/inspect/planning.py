@@ -203,22 +203,26 @@ class Unit:
         return self.path or "(root)"
 
     @property
+    def flats(self) -> list[Flat]:
+        return [flat for flat, _ in self.segments]
+
+    @property
     def parameters(self) -> int:
         return sum(len(originals) for _, originals in self.segments)
 
     @property
     def numel(self) -> int:
         """The elements of the parameters, without padding."""
-        return sum(sum(flat.layout.numels) for flat, _ in self.segments)
+        return sum(sum(flat.layout.numels) for flat in self.flats)
 
     @property
     def padding(self) -> int:
         """The elements of padding in all shards together, between parameters and at the end."""
-        return sum(flat.layout.padded_numel for flat, _ in self.segments) - self.numel
+        return sum(flat.layout.padded_numel for flat in self.flats) - self.numel
 
     @property
     def shard_numel(self) -> int:
-        return sum(flat.layout.shard_numel for flat, _ in self.segments)
+        return sum(flat.layout.shard_numel for flat in self.flats)
 
 
 def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
@@ -238,9 +242,7 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
 
 def dtypes_of(units: Iterable[Unit]) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
     """Return the dtypes of the compute, and those of the reductions of gradients, each sorted by name; not integers."""
-    flats = [
-        flat for unit in units for flat, _ in unit.segments if flat.dtype.is_floating_point or flat.dtype.is_complex
-    ]
+    flats = [flat for unit in units for flat in unit.flats if flat.dtype.is_floating_point or flat.dtype.is_complex]
     compute = {flat.compute_dtype or flat.dtype for flat in flats}
     reduce = {flat.reduce_dtype or flat.compute_dtype or flat.dtype for flat in flats if flat.is_trained}
     return tuple(sorted(compute, key=str)), tuple(sorted(reduce, key=str))
@@ -253,16 +255,9 @@ def names_of(dtypes: Iterable[torch.dtype]) -> str:
 
 def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
     """Return the bytes that each rank will hold."""
-    row, optimizer_bytes = settings.row, OPTIMIZERS[settings.optimizer]
+    row, state_bytes = settings.row, OPTIMIZERS[settings.optimizer]
     plans = [
-        plan_unit(
-            unit.name,
-            [flat for flat, _ in unit.segments],
-            row,
-            optimizer_bytes,
-            copy_shards=settings.copy_shards,
-            nested=row.nested,
-        )
+        plan_unit(unit.name, unit.flats, row, state_bytes, copy_shards=settings.copy_shards, nested=row.nested)
         for unit in units
     ]
     return plan_tree(plans, settings.prefetch, min_unit_bytes=settings.min_unit_bytes)
