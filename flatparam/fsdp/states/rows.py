@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
-from ...common.tensors import as_sent
+from ...common.tensors import as_sent, row_major
 from ...common.torch_private import (
     Shard,
     ShardedTensor,
@@ -77,12 +77,7 @@ def cut_rows(param: UnitParam, whole: Tensor, *, to_cpu: bool) -> Any:
         first, last = _rows_of(whole.shape[0], _cuts_of(flat_param, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
         rows = DTensor.from_local(
-            mine,
-            placement.mesh,
-            _splits(flat_param),
-            run_check=False,
-            shape=whole.shape,
-            stride=torch.empty(whole.shape, device="meta").stride(),
+            mine, placement.mesh, _splits(flat_param), run_check=False, shape=whole.shape, stride=row_major(whole.shape)
         )
     else:
         whole = whole.contiguous()
