@@ -147,9 +147,9 @@ def _is_made(value: Any) -> bool:
     return type(value) is nn.Parameter and value.is_meta
 
 
-def _converts(args: Any, kwargs: Any) -> bool:
+def _converts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``Tensor.to(*args, **kwargs)`` would change the dtype."""
-    value, *rest = *args, *kwargs.values()
+    value, *rest = (*args, *kwargs.values())
     dtypes = (one.dtype if isinstance(one, Tensor) else one for one in rest)
     return any(isinstance(dtype, torch.dtype) and dtype != value.dtype for dtype in dtypes)
 

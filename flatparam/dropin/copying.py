@@ -261,9 +261,8 @@ def _state_of_wrapper(wrapper: Any) -> dict[str, Any]:
         handle = wrapper._handle
         unit = f"the wrapped {type(wrapper.module).__name__}" if handle is None else handle._names()
         raise RuntimeError(
-            f"{unit} cannot be copied or pickled in "
-            f"{wrapper.training_state.name}: do it outside of forward, backward and summon_full_params(); where an "
-            "exception ended one of them, after the next forward"
+            f"{unit} cannot be copied or pickled in {wrapper.training_state.name}: do it outside of forward, backward "
+            "and summon_full_params(); where an exception ended one of them, after the next forward"
         )
     order = wrapper._exec_order_data
     limits = order._backward_prefetch_limit, order._forward_prefetch_limit

@@ -215,17 +215,9 @@ class FlatParamHandle(Handle):
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Describe the elements of each original parameter in this rank's shard; leave out parameters without any."""
-        flat_param = self.flat_param
-        return FlatParamShardMetadata(
-            *_C.held(
-                flat_param._shard_param_infos,
-                flat_param._fqns,
-                flat_param._shapes,
-                flat_param._strides,
-                flat_param._contiguities,
-                flat_param._numels,
-            )
-        )
+        flat = self.flat_param
+        of_each = flat._fqns, flat._shapes, flat._strides, flat._contiguities, flat._numels
+        return FlatParamShardMetadata(*_C.held(flat._shard_param_infos, *of_each))
 
     @torch.no_grad()
     @torch.inference_mode(False)

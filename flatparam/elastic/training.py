@@ -324,11 +324,8 @@ class Session:
         if self.epoch.members[0] == self.epochs.me:
             number, ranks = self.epoch.number, len(self.epoch.members)
             reason = "; ".join([self.epoch.reason, *found.corrupt])
-            print(
-                f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {reason}"
+            print(text, file=sys.stderr, flush=True)
 
     def _find_state(self) -> _Found | str:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""

@@ -95,13 +95,8 @@ class Parameters(Sums):
         spec = dataclasses.replace(
             flat.spec(self.unit.options), shard=flat_param._zero1_shard, stays_full=self._stays_unsharded
         )
-        core = _C.Unit(
-            self._names(),
-            (spec,),
-            True,
-            functools.partial(_write_back_replaced, weakref.ref(self)),
-            self._freed_message,
-        )
+        write_back = functools.partial(_write_back_replaced, weakref.ref(self))
+        core = _C.Unit(self._names(), (spec,), True, write_back, self._freed_message)
         self._collectives = Collectives(self.device)
         root = _C.Root(0, False, self._collectives, WATCHED, find_tensors)
         groups = self.zero1_process_group, self.zero3_process_group
@@ -131,11 +126,8 @@ class Parameters(Sums):
             raise AssertionError(self._about("expects to be sharded: call shard() first"))
         self._check_on_compute_device(flat_param)
         size, low, full = flat_param._padded_unsharded_size, self._fwd_bwd_param_dtype, self.full_prec_dtype
-        for name, dtype in (
-            ("_full_grad_padded", low),
-            ("_full_prec_grad_padded", full),
-            ("_full_prec_full_param_padded", full),
-        ):
+        dtypes = {"_full_grad_padded": low, "_full_prec_grad_padded": full, "_full_prec_full_param_padded": full}
+        for name, dtype in dtypes.items():
             tensor = torch.empty(size, device=self.device, dtype=dtype)
             self._free(tensor)
             setattr(flat_param, name, tensor)

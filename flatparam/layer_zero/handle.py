@@ -113,9 +113,8 @@ class FlatParamHandle(Gradients):
         return dict(self._named_module_parameters()).get(total_name)
 
     def _shard_grad_list(self) -> Iterator[Tensor | None]:
-        """Yield the gradients of the original parameters."""
-        for param in self.flat_param._params:
-            yield param.grad
+        """Return an iterator over the gradients of the original parameters."""
+        return (param.grad for param in self.flat_param._params)
 
 
 def owner_of(param: Tensor) -> FlatParamHandle | None:

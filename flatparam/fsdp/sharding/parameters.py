@@ -246,16 +246,10 @@ def _info_of(
     strided = whole.layout == torch.strided
     contiguous = strided and is_truly_contiguous(whole)
     dense = contiguous or (strided and is_dense(whole))
+    own = param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad)
+    stride = tuple(whole.stride()) if dense else row_major(whole.shape)
     return ParamInfo(
-        param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
-        [place],
-        whole.shape,
-        tuple(whole.stride()) if dense else row_major(whole.shape),
-        contiguous or not dense,
-        [place.fqn],
-        template=template,
-        form=form,
-        kept=kept,
+        own, [place], whole.shape, stride, contiguous or not dense, [place.fqn], template=template, form=form, kept=kept
     )
 
 

@@ -23,9 +23,8 @@ def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> De
         f"full_precision={placement.full_precision}, reshard_after_forward={placement.reshard_after_forward}, "
         f"use_orig_params={options.use_orig_params}, segments={options.segments}, "
         f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
-        f"reduction={'ordered' if options.in_order else None}, "
-        f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}, "
-        f"min_unit_bytes={options.min_unit_bytes}"
+        f"reduction={'ordered' if options.in_order else None}, shard_alignment={options.shard_alignment}, "
+        f"atomic={options.atomic is not None}, min_unit_bytes={options.min_unit_bytes}"
     )
     return [
         (name, settings),

@@ -65,14 +65,10 @@ class Unit:
 
     def make_core(self) -> None:
         """Make ``core`` from the flat parameters, and register the unit. Only for a unit that has not run yet."""
-        name, options = self.name, self.options
-        self.core = _C.Unit(
-            name,
-            tuple(flat_param.spec(options) for flat_param in self.flat_params),
-            options.placement.reshard_after_forward,
-            functools.partial(_write_back, weakref.ref(self)),
-            self._freed_reason(),
-        )
+        specs = tuple(flat_param.spec(self.options) for flat_param in self.flat_params)
+        reshards = self.options.placement.reshard_after_forward
+        write_back = functools.partial(_write_back, weakref.ref(self))
+        self.core = _C.Unit(self.name, specs, reshards, write_back, self._freed_reason())
         self.core.alias_params()
         self.core.make_views()
         for flat_param in self.flat_params:

@@ -193,14 +193,10 @@ def lazy_init(wrapper: Wrapper) -> None:
     """
     root = wrapper._outermost()
     through: Any = torch_collectives if root._hooked is None else root._hooked
-    shared = _C.Root(
-        PREFETCH[root._backward_prefetch],
-        root._forward_prefetch,
-        torch_collectives.Faked(through, root._fakes) if any(root._fakes) else through,
-        torch_collectives.WATCHED,
-        find_tensors,
-        root._min_unit_bytes,
-    )
+    if any(root._fakes):
+        through = torch_collectives.Faked(through, root._fakes)
+    ahead = PREFETCH[root._backward_prefetch], root._forward_prefetch
+    shared = _C.Root(*ahead, through, torch_collectives.WATCHED, find_tensors, root._min_unit_bytes)
     wrappers = wrapper.fsdp_modules(root)
     for each in wrappers:
         for name in ("_use_orig_params", "_min_unit_bytes", "_reduction", "limit_all_gathers"):

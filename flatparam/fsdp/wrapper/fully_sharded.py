@@ -243,9 +243,8 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         check_bytes("min_unit_bytes", arguments["min_unit_bytes"])
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warn_user(
-                f"FSDP will not all-gather parameters for containers that do not implement forward: "
-                f"a {type(module).__name__} has none. Wrap the "
-                "modules in it, or the one that holds it"
+                "FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"a {type(module).__name__} has none. Wrap the modules in it, or the one that holds it"
             )
         self._backward_prefetch = prefetch
         self._forward_prefetch = arguments["forward_prefetch"]
@@ -369,17 +368,12 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         return targets
 
     def _wrap(self, module: nn.Module, targets: dict[nn.Module, dict[str, Any]]) -> None:
-        replace_modules(
-            module,
-            targets,
-            lambda target, kwargs: type(self)(
-                target,
-                **{
-                    **{key: value for key, value in kwargs.items() if key != "auto_wrap_policy"},
-                    "ignored_states": list(self._ignored_params & set(target.parameters())) or None,
-                },
-            ),
-        )
+        def wrap(target: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+            given = {name: value for name, value in arguments.items() if name != "auto_wrap_policy"}
+            given["ignored_states"] = list(self._ignored_params & set(target.parameters())) or None
+            return type(self)(target, **given)
+
+        replace_modules(module, targets, wrap)
 
     # forward.py
 
