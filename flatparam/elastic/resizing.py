@@ -171,11 +171,7 @@ class _Moving:
         self.ranks = [operator.index(rank) for rank in self.ranks]
         if isinstance(everyone, FakeProcessGroup):
             raise StateError(f"{_WHAT}: the world is a fake one, without other ranks")
-        if (
-            self.ranks != sorted(set(self.ranks))
-            or not self.ranks
-            or not 0 <= self.ranks[0] <= self.ranks[-1] < everyone.size()
-        ):
+        if not self.ranks or self.ranks != sorted(set(self.ranks) & set(range(everyone.size()))):
             raise CheckpointError(f"expected ascending ranks from 0 to {everyone.size() - 1}, got {self.ranks}")
         self.check_units()
         units = []

@@ -513,10 +513,8 @@ def _choose(told: list[Any], redundancy: str, refused: dict[Key, list[str]]) -> 
         sound = {one.number for _, one in kept if one.has_copy and one.has_parity}
         groups = {one: group_of(one, len(members), redundancy) for one in range(len(members)) if one not in at}
         corrupt += [*(problem for _, one in kept for problem in one.corrupt), *refused.get(key, ())]
-        if key not in refused and all(
-            len(ranks) > 1 and sound.issuperset(one for one in ranks if one != number)
-            for number, ranks in groups.items()
-        ):
+        can_be = (len(ranks) > 1 and sound >= set(ranks) - {number} for number, ranks in groups.items())
+        if key not in refused and all(can_be):
             return _Found(key, at, groups, corrupt, {})
         lost_last = lost_last or [members[one] for one in groups]
     which = f" ({'; '.join(corrupt)})" if corrupt else ""

@@ -104,13 +104,9 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
     gathers = kind == _C.EVENT_GATHERS
     trained = ids.trained(number) if more and not gathers else {}
     others = f" and {more % 256 - 1} flat parameters of small units with it" if more % 256 > 1 and gathers else ""
-    return CollectiveEvent(
-        rank,
-        step,
-        event * 2 + new_pass,
-        f"{_KINDS[kind]} {ids.name(number)}{others}, in step {step}",
-        "".join(str(int(is_trained)) for is_trained in trained.values()),
-    )
+    what = f"{_KINDS[kind]} {ids.name(number)}{others}, in step {step}"
+    flags = "".join(str(int(is_trained)) for is_trained in trained.values())
+    return CollectiveEvent(rank, step, event * 2 + new_pass, what, flags)
 
 
 def is_learning(event: CollectiveEvent) -> bool:

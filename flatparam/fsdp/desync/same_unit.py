@@ -161,11 +161,9 @@ def _tell(said: Described | str, group: dist.ProcessGroup, groups: list[dist.Pro
     """
     digest = digest_of_said(said)
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
-    mine = torch.tensor(
-        [int.from_bytes(part, "little", signed=True) for part in parts],
-        dtype=torch.int64,
-        device=dist.distributed_c10d._get_object_coll_device(group),
-    )
+    words = [int.from_bytes(part, "little", signed=True) for part in parts]
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     everyone = mine.new_empty(dist.get_world_size(group), len(mine))
 
     def begin(*tensors: Any, **options: Any) -> Any:

@@ -389,16 +389,12 @@ def layout_of(originals: Sequence[ParamInfo], shards: int, options: Options) -> 
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
     dtype = dtypes.compute or first.dtype
     arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # False: torch's layout, without blocks
-    layout = FlatLayout.of_shapes(
-        [original.shape for original in originals],
-        shards,
-        itemsize=first.element_size(),
-        alignment=alignment_of(
-            options.shard_alignment, (first.dtype, dtype, dtypes.reduce or dtype), options.use_orig_params
-        ),
-        blocks=[original.block for original in originals] if arranged else None,
-    )
-    return layout, dtypes
+    used = (first.dtype, dtype, dtypes.reduce or dtype)
+    alignment = alignment_of(options.shard_alignment, used, options.use_orig_params)
+    blocks = [original.block for original in originals] if arranged else None
+    shapes = [original.shape for original in originals]
+    itemsize = first.element_size()
+    return FlatLayout.of_shapes(shapes, shards, itemsize=itemsize, alignment=alignment, blocks=blocks), dtypes
 
 
 def check_not_rounded(name: str, original: ParamInfo, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -374,21 +374,15 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
 def phase(moment: Moment, units: Sequence[UnitPlan]) -> str:
     """The name of a moment for people."""
     name = units[moment.unit].name
-    return {
-        "forward": f"forward of {name}",
-        "backward": f"backward of {name}",
-        "reduce": f"reduction of {name}'s gradient",
-    }[moment.phase]
+    return f"reduction of {name}'s gradient" if moment.phase == "reduce" else f"{moment.phase} of {name}"
 
 
 def summary(plan: MemoryPlan) -> str:
     """Two lines: the bytes between steps and at the peak, and the moment of the peak."""
     top = max(plan.moments, key=lambda moment: moment.bytes)
     between, peak = human(plan.between_steps), human(plan.peak)
-    return "\n".join(
-        [
-            f"each rank: {between} between steps, {peak} at the peak ({phase(top, plan.units)})",
-            f"the first backward after zero_grad(): {human(plan.peak_alone)}; with micro-batches in no_sync(): "
-            f"{human(plan.peak_no_sync)}; activations and buffers come on top",
-        ]
+    return (
+        f"each rank: {between} between steps, {peak} at the peak ({phase(top, plan.units)})\n"
+        f"the first backward after zero_grad(): {human(plan.peak_alone)}; with micro-batches in no_sync(): "
+        f"{human(plan.peak_no_sync)}; activations and buffers come on top"
     )
