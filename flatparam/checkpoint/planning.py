@@ -7,7 +7,7 @@ tensors in the plan are views of the model's memory, so a save in the background
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,26 +291,23 @@ def digest(values: Mapping[Any, Any]) -> str:
     return found.hexdigest()
 
 
-def describe_units(module: nn.Module) -> list[dict[str, Any]]:
-    """Describe how each unit is sharded, for the index. ``ranks``: global ranks in the order of their shards."""
+def describe_units(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield how each unit is sharded, for the index. ``ranks``: global ranks in the order of their shards."""
     strategies = {id(w._unit): w.sharding_strategy.name for w in wrappers_in(module)}
-    found, bare = [], bare_names(module)
+    bare = bare_names(module)
     for path, unit in units_in(module):
         placement = unit.options.placement
         group = placement.optim
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        found.append(
-            {
-                "name": bare(path),
-                "strategy": strategies.get(id(unit)),
-                "shards": placement.shards,
-                "replicas": placement.replicas,
-                "parameters_over": placement.param_shards,
-                "nested": placement.outer is not None,
-                "ranks": ranks and [ranks[placement.holder(shard)] for shard in range(placement.shards)],
-                "shard_numels": [flat_param.layout.shard_numel for flat_param in unit.flat_params],
-                "dtypes": [str(flat_param.flat.dtype).removeprefix("torch.") for flat_param in unit.flat_params],
-                "world": dist.get_world_size() if dist.is_initialized() else 1,
-            }
-        )
-    return found
+        yield {
+            "name": bare(path),
+            "strategy": strategies.get(id(unit)),
+            "shards": placement.shards,
+            "replicas": placement.replicas,
+            "parameters_over": placement.param_shards,
+            "nested": placement.outer is not None,
+            "ranks": ranks and [ranks[placement.holder(shard)] for shard in range(placement.shards)],
+            "shard_numels": [flat_param.layout.shard_numel for flat_param in unit.flat_params],
+            "dtypes": [str(flat_param.flat.dtype).removeprefix("torch.") for flat_param in unit.flat_params],
+            "world": dist.get_world_size() if dist.is_initialized() else 1,
+        }

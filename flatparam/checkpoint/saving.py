@@ -219,7 +219,7 @@ class _Saving:
             self._model = weakref.ref(model)
             settle(flat_param for unit in units_of(model.modules()) for flat_param in unit.flat_params)
             if rendezvous.is_first:
-                self.units = describe_units(model)
+                self.units = list(describe_units(model))
             own = self.plan.alone.digest() if rendezvous.size > 1 else ""
             labels = None if optimizer is None else list(labelled(optimizer))
             return [str(self.path), self.id, own, labels, trainable_only]

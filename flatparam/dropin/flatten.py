@@ -399,8 +399,6 @@ def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
     strides = [None if so else stride for so, stride in zip(contiguities, flat_param._strides, strict=True)]
     shared = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
     given = zip(infos, shapes, strides, layout.offsets, strict=True)
-    return _C.ModuleParams(
-        ((info.module, info.param_name, *rest) for info, *rest in given),
-        ((info.module, info.param_name, i) for info, i in shared),
-        layout.numel,
-    )
+    first = ((info.module, info.param_name, *rest) for info, *rest in given)
+    further = ((info.module, info.param_name, i) for info, i in shared)
+    return _C.ModuleParams(first, further, layout.numel)

@@ -356,9 +356,8 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         if shards:
             found = found or {found_inf.device: found_inf}  # a rank without gradients takes part too
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
-            for flat_param in {
-                id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)
-            }.values():
+            by_group = {id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)}
+            for flat_param in by_group.values():
                 checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, flat_param, _C.EVENT_SCALES)
             first, *others = found.values()  # fused optimizers add the flags of devices, and skip if the sum is 1
             first.copy_(any_inf)

@@ -265,9 +265,7 @@ def cut(
         for param, piece in fetch(flat_param, key, dtype, list(owner_of)):
             if owner_of[param] in cut_state:
                 _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
-    for one in keys:
-        if one in cut_state:
-            result["state"][keys[one]] = cut_state[one]
+    result["state"] |= {key: cut_state[one] for one, key in keys.items() if one in cut_state}
     for key, value in full.get("state", {}).items():
         if key not in table.by_name:
             warn_user(
@@ -398,9 +396,8 @@ def _param_groups(
                 "is loaded: group them alike"
             )
         source = given[next(iter(sources))] if sources else given[number] if number < len(given) else mine
-        result.append(
-            {**settings_of_group(source), "params": [keys[one] for one in members if places[one] is not None]}
-        )
+        params = [keys[one] for one in members if places[one] is not None]
+        result.append({**settings_of_group(source), "params": params})
     return result
 
 

@@ -174,11 +174,8 @@ def plan_unit(
         layout, dtype, low = flat.layout, flat.dtype, flat.compute_dtype or flat.dtype
         numel, padded, shard = sum(layout.numels), layout.padded_numel, layout.shard_numel
         in_place = spread.optim is None and low == dtype and not on_host  # the shard is the whole parameter, used as is
-        total.update(
-            shard=shard * dtype.itemsize,
-            full=0 if in_place else padded * low.itemsize,
-            padding=(padded - numel) * dtype.itemsize,
-        )
+        full = 0 if in_place else padded * low.itemsize
+        total.update(shard=shard * dtype.itemsize, full=full, padding=(padded - numel) * dtype.itemsize)
         if not flat.is_trained:
             continue
         on_wire = flat.reduce_dtype or low
