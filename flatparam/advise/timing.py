@@ -133,8 +133,7 @@ def step_seconds(
     for micro_batch in step:
         parts = parts_of(plans, settings, micro_batch)
         times = {part: tuple(map(collectives, part)) for part in set(parts)}
-        total += micro_batch.times * seconds_of(
-            [Load(*own, *times[part]) for own, part in zip(work, parts, strict=True)]
-        )
+        loads = [Load(*own, *times[part]) for own, part in zip(work, parts, strict=True)]
+        total += micro_batch.times * seconds_of(loads)
         computing += micro_batch.times * sum(map(sum, work))
     return total, computing
