@@ -95,8 +95,15 @@ def load(
     rendezvous = Rendezvous(process_group, SetupCollective.LOADS_CHECKPOINT, model)
     meter = Meter(f"load {path}", progress and rendezvous.is_first)
     loading = Loading(model, optimizer, rendezvous.rank, rendezvous.size)
+
+    @torch.inference_mode(False)
+    def prepare() -> list[Any]:
+        loading.path = Path(os.path.abspath(path))
+        check_idle(model, "checkpoint.load")
+        return loading.prepare_from(open_source(loading.path, trusted), strict, check_finite, convert, meter)
+
     try:
-        rendezvous.agree(partial(loading.prepare, path, strict, trusted, check_finite, convert, meter), loading.compare)
+        rendezvous.agree(prepare, loading.compare)
         read = rendezvous.agree(loading.carry_out, sum, is_last=True)
     finally:
         loading.close()
@@ -145,33 +152,13 @@ class Loading(ModelPlan):
         self.extra: Any = None
         self._of_modules: list[tuple[Any, Any]] = []
 
-    @torch.inference_mode(False)
-    def prepare(
-        self,
-        path: str | os.PathLike[str],
-        strict: bool,
-        trusted: bool,
-        check_finite: bool,
-        convert: Convert,
-        meter: Meter,
+    def prepare_from(
+        self, source: Source, strict: bool = True, finite: bool = False, convert: Convert = None, meter: Any = None
     ) -> list[Any]:
-        """Open the files, plan all reads, and check their bytes. Modules with their own code load buffers already.
+        """Plan all reads, and check their bytes if there is a ``meter``. Modules with own code load buffers already.
 
         Returns: what ``compare`` compares. Raises: Exception.
         """
-        self.path = Path(os.path.abspath(path))
-        check_idle(self.module, "checkpoint.load")
-        return self.prepare_from(open_source(self.path, trusted), strict, check_finite, convert, meter)
-
-    def prepare_from(
-        self,
-        source: Source,
-        strict: bool = True,
-        check_finite: bool = False,
-        convert: Convert = None,
-        meter: Any = None,
-    ) -> list[Any]:
-        """Plan all reads from an open ``source``, and without ``meter`` check no bytes. Otherwise as ``prepare``."""
         self.source = source
         index, base = source.index, source.about.get("base")
         self.index = index
@@ -182,7 +169,7 @@ class Loading(ModelPlan):
                 source.values, source.alone = self._plan_modules(source, index, strict), self._own("own")
                 saved_by = self.rank % index.world_size
                 self.extra = decode(index.ranks[saved_by].get("extra"), OfRank(source, saved_by))
-            source.look = partial(refuse_not_finite, source) if check_finite else None
+            source.look = partial(refuse_not_finite, source) if finite else None
             self.plan(held, source, strict)
             if strict and (self.missing or self.unexpected):
                 kinds = ("missing in the checkpoint", "not in the model")
@@ -271,7 +258,7 @@ class Loading(ModelPlan):
             check_sums(self.index.about["base"], [sums for _, sums in said])
 
     def close(self) -> None:
-        """Restore the values that ``prepare`` has changed, unless ``commit`` has begun, and close the files."""
+        """Restore the values that ``prepare_from`` has changed, unless ``commit`` has begun, and close the files."""
         self.undo()
         if self.source is not None:
             self.source.close()

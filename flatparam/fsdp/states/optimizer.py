@@ -238,12 +238,7 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
 
 
 def _unsharded(
-    model: nn.Module,
-    given: Mapping[str, Any],
-    optim: torch.optim.Optimizer | OptimInput,
-    to_cpu: bool,
-    in_rows: bool = False,
-    wants: bool = True,
+    model: nn.Module, given: Mapping[str, Any], optim: Any, to_cpu: bool, in_rows: bool = False, wants: bool = True
 ) -> dict[str, Any]:
     """Return ``given`` in full or ``in_rows``; empty if this rank does not want it. ``optim``: as ``Table.groups``."""
     table = Table(model)
@@ -272,17 +267,15 @@ def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[t
 
 
 def _cut(
-    table: Table,
-    full: Mapping[str, Any],
-    optim: Any,
-    optim_input: OptimInput = None,
-    fetch: Any = None,
-    named: bool = False,
+    table: Table, full: Mapping[str, Any], optim: Any, given: OptimInput = None, fetch: Any = None, named: bool = False
 ) -> dict[str, Any]:
-    """Return the result of ``cut``. ``fetch``: None for a state that this rank has, in full or in rows."""
+    """Return the result of ``cut``. ``given``: the user's ``optim_input``.
+
+    ``fetch``: None for a state that this rank has, in full or in rows.
+    """
     if fetch is None:
         fetch, full = from_rows(table, full.get("state", {})), plain_state(table, full)
-    groups = table.groups(optim if optim is not None else _warned(optim_input))
+    groups = table.groups(optim if optim is not None else _warned(given))
     own = None if optim is None else optim.param_groups
     if optim is not None:
         state = {name: list(values) for name, values in full.get("state", {}).items() if name in table.by_name}

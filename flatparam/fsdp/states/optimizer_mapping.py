@@ -227,13 +227,7 @@ _ALIKE = (
 
 
 def cut(
-    table: Table,
-    full: Mapping[str, Any],
-    groups: list[list[SteppedParam]],
-    fetch: Fetch,
-    *,
-    own: Any = None,
-    named: bool = False,
+    table: Table, full: Mapping[str, Any], groups: list[list[SteppedParam]], fetch: Fetch, *, own: Any, named: bool
 ) -> dict[str, Any]:
     """Return ``full``, a state by FQNs of the unwrapped model, for ``load_state_dict`` of this rank's optimizer.
 
