@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flatparam import _C
-from flatparam.advise.timing import Cluster, step_seconds
-from flatparam.advise.traffic import micro_batches, sent_in_a_step
-from flatparam.fsdp.sharding.placement import is_grid
-from flatparam.fsdp.unit.memory_plan import MemoryPlan
-from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, Unit, dtypes_of, plan_of, units_of
+from .. import _C
+from ..fsdp.sharding.placement import is_grid
+from ..fsdp.unit.memory_plan import MemoryPlan
+from ..inspect.planning import SUPPORTED, BadInput, Settings, Unit, dtypes_of, plan_of, units_of
+from .timing import Cluster, step_seconds
+from .traffic import micro_batches, sent_in_a_step
 
 MOST_TOGETHER = 8
 NO_UNITS = (nn.ModuleList, nn.ModuleDict)  # containers without a forward of their own

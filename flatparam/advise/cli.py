@@ -10,27 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from flatparam.advise.candidates import Question, candidates
-from flatparam.advise.report import (
-    LEGEND,
-    as_json,
-    assumptions,
-    best_of_each,
-    by_speed,
-    call,
-    does_not_fit,
-    how_to_step,
-    imports,
-    in_full_precision,
-    nothing_fits,
-    table,
-    title,
-    with_elastic,
-)
-from flatparam.advise.timing import Cluster
-from flatparam.common.parsing import Parser
-from flatparam.inspect.cli import DTYPES, add_settings, classes, drawing
-from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, load
+from ..common.parsing import Parser
+from ..inspect.cli import DTYPES, add_settings, classes, drawing
+from ..inspect.planning import SUPPORTED, BadInput, Settings, load
+from . import report
+from .candidates import Question, candidates
+from .timing import Cluster
 
 # Operations/s of a rank in dtypes of at most 16 bits, and in wider ones: H100 at 40 % of its peaks, which NVIDIA's data
 # sheet gives as 989e12 in bf16 and 67e12 in fp32 without TF32
@@ -216,30 +201,31 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
         raise BadInput(
             f"no inner group is possible among {options.world_size} ranks in nodes of {question.cluster.node}"
         )
-    fitting = by_speed([one for one in found if one.memory <= question.gpu_memory])
+    fitting = report.by_speed([one for one in found if one.memory <= question.gpu_memory])
     too_large = [one for one in found if one.memory > question.gpu_memory]
     name, numel = type(module).__name__, sum(param.numel() for param in module.parameters())
-    head = title(name, numel, question, found[0].compute_dtypes)
+    head = report.title(name, numel, question, found[0].compute_dtypes)
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
+        options.json.write_text(json.dumps(report.as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
     if options.picture is not None:
         drawing("advise", "--picture").draw(head, fitting, too_large, question, options.picture)
+    in_full, assumed = report.in_full_precision(found[0], question), report.assumptions(question)
     if not fitting:
-        last = [nothing_fits(found, question), in_full_precision(found[0], question), assumptions(question)]
+        last = [report.nothing_fits(found, question), in_full, assumed]
         return "\n".join([head, "", *filter(None, last)]), 1
-    shown = fitting if options.all else best_of_each(fitting)
-    best = call(fitting[0], question)
+    shown = fitting if options.all else report.best_of_each(fitting)
+    best = report.call(fitting[0], question)
     last = [
         f"best: {best}",
-        f"      {how_to_step(fitting[0], question)}",
-        f"      {imports(best, fitting[0], module)}",
+        f"      {report.how_to_step(fitting[0], question)}",
+        f"      {report.imports(best, fitting[0], module)}",
         f"{len(fitting)} of {len(found)} tried fit" + ("" if options.all else ", of each strategy the best is shown"),
-        does_not_fit(found, fitting, question),
-        in_full_precision(found[0], question),
-        with_elastic(fitting[0], question),
-        assumptions(question),
+        report.does_not_fit(found, fitting, question),
+        in_full,
+        report.with_elastic(fitting[0], question),
+        assumed,
     ]
-    return "\n".join([head, "", table(shown), "", LEGEND, "", *filter(None, last)]), 0
+    return "\n".join([head, "", report.table(shown), "", report.LEGEND, "", *filter(None, last)]), 0
 
 
 def main(arguments: list[str]) -> int:

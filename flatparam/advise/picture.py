@@ -8,10 +8,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flatparam.advise.candidates import Candidate, Question
-from flatparam.advise.report import best_of_each, front, micro_batches, units_of
-from flatparam.common.tables import human
-from flatparam.inspect.picture import DPI, SMALL, WIDTH, caption, stacked_bars
+from ..common.tables import human
+from ..inspect.picture import DPI, SMALL, WIDTH, caption, stacked_bars
+from .candidates import Candidate, Question
+from .report import best_of_each, front, micro_batches, units_of
 
 FITS, TOO_LARGE, FRONT, WAITING = "#7fb0dc", "#c8c8c8", "#12406b", "#e08a1e"
 MOST_NAMED = 8  # plans of the front that are named

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatparam.advise.candidates import Candidate, Question
-from flatparam.common.redundancy import MOST
-from flatparam.common.tables import aligned, human
-from flatparam.inspect.planning import names_of
+from ..common.redundancy import MOST
+from ..common.tables import aligned, human
+from ..inspect.planning import names_of
+from .candidates import Candidate, Question
 
 HEADINGS = (
     *("strategy", "units", "inner", "micro-batches", "reduced", "memory"),

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flatparam.advise.traffic import MicroBatch, Transfer, parts_of, sent
-from flatparam.fsdp.unit.memory_plan import UnitPlan
-from flatparam.inspect.planning import Settings, Unit
+from ..fsdp.unit.memory_plan import UnitPlan
+from ..inspect.planning import Settings, Unit
+from .traffic import MicroBatch, Transfer, parts_of, sent
 
 
 @dataclass(frozen=True)

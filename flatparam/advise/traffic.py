@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from flatparam.fsdp.unit.memory_plan import UnitPlan
-from flatparam.inspect.planning import Settings
+from ..fsdp.unit.memory_plan import UnitPlan
+from ..inspect.planning import Settings
 
 
 class Transfer(NamedTuple):

@@ -10,19 +10,10 @@ from typing import Any
 
 import torch
 
-from flatparam.common.parsing import Parser
-from flatparam.fsdp.unit.memory_plan import summary
-from flatparam.inspect.planning import (
-    OPTIMIZERS,
-    SUPPORTED,
-    BadInput,
-    Settings,
-    load,
-    plan_of,
-    plans_by_strategy,
-    units_of,
-)
-from flatparam.inspect.report import as_json, table, title
+from ..common.parsing import Parser
+from ..fsdp.unit.memory_plan import summary
+from .planning import OPTIMIZERS, SUPPORTED, BadInput, Settings, load, plan_of, plans_by_strategy, units_of
+from .report import as_json, table, title
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan, phase
-from flatparam.inspect.planning import Settings, Unit
-from flatparam.inspect.report import equal_units
+from ..fsdp.unit.memory_plan import MemoryPlan, UnitPlan, phase
+from .planning import Settings, Unit
+from .report import equal_units
 
 PARTS = {"shard": "#12406b", "gradient": "#1f6fb4", "optimizer": "#7fb0dc", "full": "#e08a1e"}
 LABELS = {"shard": "parameter shard", "gradient": "gradient shard", "optimizer": "optimizer state", "full": "unsharded"}

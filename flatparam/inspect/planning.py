@@ -20,11 +20,11 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.parameter import is_lazy
 
-from flatparam._C import ShardError
-from flatparam.common.parsing import suggestion
-from flatparam.fsdp.api import ShardingStrategy
-from flatparam.fsdp.names import join
-from flatparam.fsdp.sharding.parameters import (
+from .._C import ShardError
+from ..common.parsing import suggestion
+from ..fsdp.api import ShardingStrategy
+from ..fsdp.names import join
+from ..fsdp.sharding.parameters import (
     Options,
     ParamInfo,
     by_flat_param,
@@ -34,10 +34,10 @@ from flatparam.fsdp.sharding.parameters import (
     find_originals,
     layout_of,
 )
-from flatparam.fsdp.sharding.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.unit.memory_plan import Flat, MemoryPlan, plan_tree, plan_unit
-from flatparam.fsdp.wrapper.materialize import own_modules
-from flatparam.fsdp.wrapper.wrap import check_not_tied, targets_of
+from ..fsdp.sharding.placement import TABLE, Placement, Row, is_grid
+from ..fsdp.unit.memory_plan import Flat, MemoryPlan, plan_tree, plan_unit
+from ..fsdp.wrapper.materialize import own_modules
+from ..fsdp.wrapper.wrap import check_not_tied, targets_of
 
 
 class BadInput(ValueError):

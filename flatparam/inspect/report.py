@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flatparam.common.tables import aligned, human, one_name_of, without_numbers
-from flatparam.fsdp.unit.memory_plan import MemoryPlan, UnitPlan
-from flatparam.inspect.planning import Settings, Unit, dtypes_of, names_of
+from ..common.tables import aligned, human, one_name_of, without_numbers
+from ..fsdp.unit.memory_plan import MemoryPlan, UnitPlan
+from .planning import Settings, Unit, dtypes_of, names_of
 
 HEADINGS = (
     *("unit", "class", "units", "params", "numel", "padding", "shard"),
