@@ -87,12 +87,8 @@ def parser() -> Parser:
     add = made.add_argument_group("output").add_argument
     add("--all", action="store_true", help="print all that fit, not the best of each strategy")
     add("--json", type=Path, metavar="FILE", help="write all that was tried")
-    add(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw all that was tried, and the Pareto front of time and memory, as a PNG (needs matplotlib)",
-    )
+    picture = "draw all that was tried, and the Pareto front of time and memory, as a PNG (needs matplotlib)"
+    add("--picture", type=Path, metavar="FILE", help=picture)
     return made
 
 
@@ -102,13 +98,8 @@ def _add_question(made: Parser) -> None:
     add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
     add("--world-size", type=positive, metavar="N", required=True, help="ranks")
     add("--gpu-memory", type=size, metavar="SIZE", required=True, help="memory that a rank may use, say 80GB or 74GiB")
-    add(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=8192,
-        help="tokens that a rank computes in a step, over all micro-batches",
-    )
+    tokens = "tokens that a rank computes in a step, over all micro-batches"
+    add("--tokens", type=positive, metavar="N", default=8192, help=tokens)
     add(
         "--activations",
         type=activations,
@@ -142,13 +133,8 @@ def _add_tries(made: Parser) -> None:
     add("--strategies", type=strategies, metavar="NAME,...", help="try these strategies only")
     add("--inner", type=counts, metavar="N,...", help="try inner groups of these sizes only (hybrids)")
     add("--wrap", type=classes, metavar="CLASS,...", help="try units of these classes only, not of each repeated class")
-    default = ",".join(map(str, Question.micro_batches))
-    add(
-        "--micro-batches",
-        type=counts,
-        metavar="N,...",
-        help=f"numbers of micro-batches to try (default: {default}, up to the tokens)",
-    )
+    default = f"(default: {','.join(map(str, Question.micro_batches))}, up to the tokens)"
+    add("--micro-batches", type=counts, metavar="N,...", help=f"numbers of micro-batches to try {default}")
 
 
 def question_of(options: argparse.Namespace, module: nn.Module) -> Question:

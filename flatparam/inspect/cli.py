@@ -22,11 +22,8 @@ def add_settings(add: Callable[..., object]) -> None:
     """Add the options that ``inspect`` and ``advise`` share. ``add``: ``add_argument`` of a parser or a group."""
     state = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
     add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
-    add(
-        "--reduce-dtype",
-        choices=DTYPES,
-        help="MixedPrecision's: of the reduction of gradients (without it: --param-dtype's; in advise fp32 then)",
-    )
+    reduction = "MixedPrecision's: of the reduction of gradients (without it: --param-dtype's; in advise fp32 then)"
+    add("--reduce-dtype", choices=DTYPES, help=reduction)
     add("--optimizer", choices=OPTIMIZERS, default="adam", help=state)
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
 
@@ -59,12 +56,8 @@ def parser() -> Parser:
     names = made.add_mutually_exclusive_group()
     names.add_argument("--use-orig-params", action="store_true", help="use_orig_params=True")
     names.add_argument("--flat", action="store_true", help="use_orig_params=False, which is assumed")
-    add(
-        "--shard-alignment",
-        type=int,
-        metavar="BYTES",
-        help="shard_alignment=BYTES: parameters and shards start aligned",
-    )
+    aligned = "shard_alignment=BYTES: parameters and shards start aligned"
+    add("--shard-alignment", type=int, metavar="BYTES", help=aligned)
     add("--atomic-rows", action="store_true", help='atomic="row": no row of a parameter is cut between ranks')
     add("--no-prefetch", action="store_true", help="backward_prefetch=None: no unit is gathered ahead")
     add("--min-unit-bytes", type=int, metavar="BYTES", default=0, help="min_unit_bytes: gather smaller units as one")
