@@ -82,7 +82,6 @@ class Candidate:
     strategy: str
     inner: int | None
     boundary: Boundary
-    units: int
     compute_dtypes: tuple[torch.dtype, ...]
     reduce_dtypes: tuple[torch.dtype, ...]
     micro_batches: int
@@ -223,14 +222,12 @@ def _micro_batches(
             step = list(micro_batches(count, reduce_each))
             by_group = sent_in_a_step(plan.units, settings, step)
             links = [question.cluster.split(size, group, settings) for (_, group), size in by_group.items()]
-            seconds, computing = step_seconds(
-                units, plan.units, settings, question.cluster, step, tokens / question.flops
-            )
+            forward = tokens / question.flops
+            seconds, computing = step_seconds(units, plan.units, settings, question.cluster, step, forward)
             yield Candidate(
                 strategy=settings.strategy.name,
                 inner=settings.shard_size,
                 boundary=boundary,
-                units=len(units),
                 compute_dtypes=compute_dtypes,
                 reduce_dtypes=reduce_dtypes,
                 micro_batches=count,

@@ -46,7 +46,8 @@ def best_of_each(found: list[Candidate]) -> list[Candidate]:
 
 def units_of(candidate: Candidate) -> str:
     """Return the number and the classes of units."""
-    return "whole model" if candidate.units == 1 else f"{candidate.units}: {candidate.boundary.name}"
+    count = len(candidate.plan.units)
+    return "whole model" if count == 1 else f"{count}: {candidate.boundary.name}"
 
 
 def micro_batches(candidate: Candidate) -> str:
@@ -214,7 +215,7 @@ def _entry(one: Candidate, world_size: int) -> dict[str, Any]:
         "inner": one.inner,
         "wrap": list(one.boundary.wrap),
         "together": one.boundary.together,
-        "units": one.units,
+        "units": len(one.plan.units),
         "micro_batches": one.micro_batches,
         "reduce_each": one.reduce_each,
         "memory": {
