@@ -117,9 +117,8 @@ class TracedUnit(nn.Module):
         if params:
             first = params[0]
             size = first.element_size()
-            self._layout = FlatLayout.of_shapes(
-                self._shapes, self._ranks, itemsize=size, alignment=max(1, _ALIGNED_BYTES // size)
-            )
+            aligned = max(1, _ALIGNED_BYTES // size)
+            self._layout = FlatLayout.of_shapes(self._shapes, self._ranks, itemsize=size, alignment=aligned)
             self._cuts = list(zip(self._layout.offsets, self._layout.numels, self._shapes, strict=True))
             self._rank = group.rank()
             own = self._part_of([param.detach() for param in params])

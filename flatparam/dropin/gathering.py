@@ -276,10 +276,9 @@ def flat_param_to(handle: Handle, *args: Any, **kwargs: Any) -> None:
     With NO_SHARD ``_local_shard`` is the same tensor, and moves too: else it would keep the old memory.
     """
     flat_param = handle.flat_param
-    local_shard = getattr(flat_param, "_local_shard", None)
-    is_local_shard = (
-        local_shard is not None and not handle.uses_sharded_strategy and same_storage(local_shard, flat_param)
-    )
+    local_shard: Any = getattr(flat_param, "_local_shard", None)
+    has_shard = local_shard is not None and not handle.uses_sharded_strategy
+    is_local_shard = has_shard and same_storage(local_shard, flat_param)
     TORCH_HANDLE.flat_param_to(handle, *args, **kwargs)
     if is_local_shard:
         flat_param._local_shard = flat_param.data

@@ -182,9 +182,8 @@ def differences(ours: Any, theirs: Any) -> list[str]:
     found = []
     for use_orig_params in (True, False):
         for rank, size in ((0, 1), (0, 2), (1, 2)):
-            answers = zip(
-                _answers(ours, rank, size, use_orig_params), _answers(theirs, rank, size, use_orig_params), strict=False
-            )
+            setting = rank, size, use_orig_params
+            answers = zip(_answers(ours, *setting), _answers(theirs, *setting), strict=False)
             for (what, answer), (_, expected) in answers:
                 if answer != expected:
                     where = f"use_orig_params={use_orig_params}, rank {rank} of {size}"
@@ -246,9 +245,8 @@ def _shown(module: nn.Module) -> list[tuple[str, str, Any]]:
             value = getattr(inner, attribute, None)
             if isinstance(value, Tensor):
                 has_memory = value.untyped_storage().size() > 0
-                found.append(
-                    (f"{name}.{attribute}", type(value).__name__, value.tolist() if has_memory else value.shape)
-                )
+                shown = value.tolist() if has_memory else value.shape
+                found.append((f"{name}.{attribute}", type(value).__name__, shown))
     return found
 
 

@@ -123,9 +123,8 @@ class Epochs:
         while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
             if later := self.after(epoch):
                 return self.meet(later)
-            is_late = time.monotonic() - begin > (
-                (heartbeat() or math.inf) + PATIENCE if epoch.number else self._time_out
-            )
+            patience = (heartbeat() or math.inf) + PATIENCE if epoch.number else self._time_out
+            is_late = time.monotonic() - begin > patience
             if is_late and epoch.number == 0:
                 ranks = [epoch.members.index(one) for one in absent]
                 text = (

@@ -110,9 +110,8 @@ class FlatParam:
             for original in originals
         ]
         self.pieces = self.layout.param_shards(placement.rank)
-        self.flat = FlatParameter(
-            self._flatten(), requires_grad=any(original.param.requires_grad for original in originals)
-        )
+        is_trained = any(original.param.requires_grad for original in originals)
+        self.flat = FlatParameter(self._flatten(), requires_grad=is_trained)
 
     @torch.no_grad()
     def _flatten(self) -> Tensor:

@@ -99,9 +99,8 @@ def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
     offsets = [placement.rank * layout.shard_numel]
     local = [Shard(flat[:mine], one) for one in metadata if one.shard_offsets == offsets]
     properties = TensorProperties(dtype=flat.dtype, pin_memory=flat.is_pinned())
-    sharded = ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, ShardedTensorMetadata(metadata, torch.Size([layout.numel]), properties), process_group=group
-    )
+    told = ShardedTensorMetadata(metadata, torch.Size([layout.numel]), properties)
+    sharded = ShardedTensor._init_from_local_shards_and_global_metadata(local, told, process_group=group)
     return sharded.cpu() if to_cpu else sharded
 
 

@@ -470,9 +470,8 @@ def summon(units: Callable[[], Iterable[Unit]], **flags: Any) -> _C.Block:
         nonlocal are_all_there
         found = list(units())
         # The all-gather of a sharded parameter waits by itself
-        checked_collectives.settle(
-            flat_param for unit in found for flat_param in unit.flat_params if not flat_param.is_sharded
-        )
+        flat_params = (flat_param for unit in found for flat_param in unit.flat_params)
+        checked_collectives.settle(flat_param for flat_param in flat_params if not flat_param.is_sharded)
         with checked_collectives.telling(lambda: found):
             for unit in found:
                 states.append(Summoned(unit=unit, **flags))

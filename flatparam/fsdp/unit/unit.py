@@ -79,9 +79,8 @@ class Unit:
         """The error text for a use of freed parameters."""
         names = [f"`{original.fqn}`" for original in self.originals]
         *others, last = listed(names) or ["none"]
-        return (FREED + _IN_BACKWARD).format(
-            unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last
-        )
+        some = f"one of {', '.join(others)} and {last}" if others else last
+        return (FREED + _IN_BACKWARD).format(unit=self.name, names=some)
 
     def rename(self, name: str) -> None:
         """Set the name in messages."""

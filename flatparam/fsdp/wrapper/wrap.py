@@ -40,9 +40,8 @@ def targets_of(
         instead = f"ModuleWrapPolicy({{{policy.__name__}}})" if issubclass(policy, nn.Module) else "an object of it"
         raise TypeError(f"auto_wrap_policy is the class {policy.__name__}: pass {instead}")
     elif callable(policy):
-        targets = {
-            module: dict(arguments) for module in _ask(root, _with_count(policy), ignored_modules, ignored_params)
-        }
+        chosen = _ask(root, _with_count(policy), ignored_modules, ignored_params)
+        targets = {module: dict(arguments) for module in chosen}
     else:
         raise TypeError(
             f"auto_wrap_policy must be a callable, one of torch's policies or a set of classes, got {policy!r}"
