@@ -153,7 +153,7 @@ class Loading(ModelPlan):
         self._of_modules: list[tuple[Any, Any]] = []
 
     def prepare_from(
-        self, source: Source, strict: bool = True, finite: bool = False, convert: Convert = None, meter: Any = None
+        self, source: Source, strict: bool = True, check_finite: bool = False, convert: Convert = None, meter: Any = None
     ) -> list[Any]:
         """Plan all reads, and check their bytes if there is a ``meter``. Modules with own code load buffers already.
 
@@ -169,7 +169,7 @@ class Loading(ModelPlan):
                 source.values, source.alone = self._plan_modules(source, index, strict), self._own("own")
                 saved_by = self.rank % index.world_size
                 self.extra = decode(index.ranks[saved_by].get("extra"), OfRank(source, saved_by))
-            source.look = partial(refuse_not_finite, source) if finite else None
+            source.look = partial(refuse_not_finite, source) if check_finite else None
             self.plan(held, source, strict)
             if strict and (self.missing or self.unexpected):
                 kinds = ("missing in the checkpoint", "not in the model")

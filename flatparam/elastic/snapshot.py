@@ -87,13 +87,16 @@ def read(run: Tensor, key: Key, number: int) -> Held:
 
     Raises: CheckpointError if it is corrupt, or another snapshot than ``key``'s of the rank ``number``.
     """
-    corrupt = f"the copy of rank {number}'s state of step {key[1]} is corrupt"
     if not _is_intact(run):
-        raise CheckpointError(f"{corrupt}: its checksum does not fit")
+        raise CheckpointError(
+            f"the copy of rank {number}'s state of step {key[1]} is corrupt: its checksum does not fit"
+        )
     end = int(run[:_PREFIX].view(torch.int64)[1])
     found, of, table, places = pickle.load(io.BytesIO(bytes_of(run[_PREFIX:end])))
     if (found, of) != (key, number):
-        raise CheckpointError(f"{corrupt}: it is rank {of}'s of step {found[1]}")
+        raise CheckpointError(
+            f"the copy of rank {number}'s state of step {key[1]} is corrupt: it is rank {of}'s of step {found[1]}"
+        )
     parts: dict[str, list[Part]] = {}
     for file, name, shape, offsets, dtype, sizes, at in places:
         box = _box(run, _aligned(end) + at, dtype, sizes)
