@@ -153,7 +153,12 @@ class Loading(ModelPlan):
         self._of_modules: list[tuple[Any, Any]] = []
 
     def prepare_from(
-        self, source: Source, strict: bool = True, check_finite: bool = False, convert: Convert = None, meter: Any = None
+        self,
+        source: Source,
+        strict: bool = True,
+        check_finite: bool = False,
+        convert: Convert = None,
+        meter: Any = None,
     ) -> list[Any]:
         """Plan all reads, and check their bytes if there is a ``meter``. Modules with own code load buffers already.
 
