@@ -80,7 +80,8 @@ class _GlooType(type):
 class _Gloo(metaclass=_GlooType):
     """In place of ``ProcessGroupGloo``: makes a simulated backend."""
 
-    def __new__(cls, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def __new__(cls, store: Any, rank: int, size: int, timeout: datetime.timedelta, **options: Any) -> Any:
+        """``options``: of newer torch versions."""
         return world.Backend(store, rank, size, timeout)
 
 
