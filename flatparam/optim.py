@@ -19,6 +19,7 @@ from torch.optim.sgd import sgd
 
 from . import _C
 from .common.optimizers import is_half_on_host
+from .common.torch_private import TracingContext
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _ALL_MOMENTS = (*_MOMENTS, "max_exp_avg_sq")
@@ -32,7 +33,9 @@ def _runs(
 
     ``make_states()`` is called if one of the states ``keys`` is missing.
     """
-    if not group["fused"] or group["differentiable"] or group.get("capturable") or torch.compiler.is_compiling():
+    # Dynamo calls _init_group itself, as it traces a step; torch 2.11 does not say then that it compiles
+    is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    if not group["fused"] or group["differentiable"] or group.get("capturable") or is_traced:
         return None
     found_inf = getattr(optimizer, "found_inf", None)
     advance = 1.0 if found_inf is None else 1.0 - float(found_inf)

@@ -14,6 +14,7 @@ import torch.distributed.fsdp._flat_param as torch_flat_param
 import torch.distributed.fsdp._fsdp_extensions as torch_extensions
 import torch.distributed.fsdp._traversal_utils as torch_traversal
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch.autograd import _engine_run_backward
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._functional_collectives import is_torchdynamo_compiling

@@ -145,7 +145,9 @@ def test_half_precision_steps_as_by_default(setting, dtype, way):
     others = torch.optim.SGD(theirs, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
-    take = torch.compile(ours.step, backend="eager") if way == "compiled" else ours.step
+    take, others_take = ours.step, others.step
+    if way == "compiled":  # torch 2.11 compiles its default step with another rounding
+        take, others_take = (torch.compile(one, backend="eager") for one in (take, others_take))
     for step in range(4):
         for kind in (theirs[:4], *([theirs[4:]] if way == "mixed" else [])):
             give_grads(step, kind)
@@ -155,7 +157,7 @@ def test_half_precision_steps_as_by_default(setting, dtype, way):
         with torch.device("cpu") if way == "mode" else contextlib.nullcontext():
             scaler.step(ours) if way == "scaled" else take()
         scaler._per_optimizer_states.clear()
-        others.step()
+        others_take()
         assert (joined(mine[:4]) != before).sum() > VECTOR
         assert_equal(mine, ours, theirs, others)
 
