@@ -181,10 +181,19 @@ unit_release(fp_unit *unit, PyObject *ignored)
 }
 
 static PyObject *
+unit_retire(fp_unit *unit, PyObject *ignored)
+{
+    fp_unit_ref_drop(unit->ref);
+    unit->ref = NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 unit_make_views(fp_unit *unit, PyObject *ignored)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         FP_TRY_NULL(fp_unshard_make_views(unit, k));
+        FP_TRY_NULL(fp_flat_param_list_params(&unit->flat_params[k])); /* no pass runs */
     }
     Py_RETURN_NONE;
 }
@@ -404,6 +413,10 @@ static PyMethodDef unit_methods[] = {
     {"make_views", FP_METHOD(unit_make_views), METH_NOARGS,
      "make_views($self, /)\n--\n\n"
      "Make views that fit the dtype and device of the shards. Without original parameters the modules get them."},
+    {"retire", FP_METHOD(unit_retire), METH_NOARGS,
+     "retire($self, /)\n--\n\n"
+     "Let the backward of a graph that used the parameters raise RuntimeError. Nothing else may be called afterwards:\n"
+     "another unit has the modules."},
     {"put", FP_METHOD(unit_put), METH_O,
      "put($self, views, /)\n--\n\n"
      "Give the modules the views (True) or the original parameters (False), whatever they have now."},

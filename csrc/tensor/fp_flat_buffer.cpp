@@ -189,7 +189,8 @@ fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard_object, const char 
     return fp::guarded(-1, [&] {
         const at::Tensor &shard = fp::unpack(shard_object);
         TORCH_CHECK_VALUE(shard.dim() == 1 && shard.numel() == flat->shard_numel && shard.is_contiguous(),
-                          "expected a shard of ", flat->shard_numel, " elements, got shape ", shard.sizes());
+                          "expected a contiguous shard of ", flat->shard_numel, " elements, got shape ", shard.sizes(),
+                          " and strides ", shard.strides());
         const at::ScalarType dtype = flat->precision.computes_in(shard);
         const c10::Device device = flat->device_for(shard);
         const bool borrowed = flat->primary.n == 1 && dtype == shard.scalar_type() && device == shard.device();

@@ -41,7 +41,8 @@ call_unit(const UnitRef &ref, Call &&call)
     const WithGil gil;
     const HiddenCheckpoints hidden;
     TORCH_CHECK(ref.unit != nullptr, "flatparam: ", ref.name,
-                " was deleted before the backward pass of a graph that used its parameters had ended");
+                " was deleted, or moved to other ranks, before the backward pass of a graph that used its parameters "
+                "had ended");
     if (call(ref.unit) < 0) {
         python_error error;
         error.persist();

@@ -36,7 +36,7 @@ fp_unit_ref *fp_unit_ref_new(void *unit, const char *name, const fp_unit_callbac
 /* Called when the last reference to unit is dropped: if a graph has hooks that have not run yet, let the graph own a new
  * reference. */
 void fp_unit_ref_keep(fp_unit_ref *ref, PyObject *unit);
-/* The unit is gone: its hooks do not call it any more. NULL is allowed. */
+/* The unit is gone, or another one has its modules: its hooks raise RuntimeError and do not call it. NULL is allowed. */
 void fp_unit_ref_drop(fp_unit_ref *ref);
 
 /* The present sequence number of this thread: nodes that are recorded later get a higher number, earlier ones have a lower

@@ -88,7 +88,7 @@ class Rendezvous:
                 error = caught
             told = None if error is None else f"rank {self._me}: {_said(error)}"
             try:
-                answer, failed = self._exchange([told, mine], decide, is_last)
+                answer, failed = self._exchange([told, mine, self.what], decide, is_last)
             except StoreGoneError as gone:
                 raise StoreGoneError(f"{self.what}: {gone}") from gone
             while self._traces:  # all ranks have come
@@ -131,7 +131,12 @@ class Rendezvous:
             if store is not None:
                 self._wait_for(store, keys, self.ranks)
                 said = [json.loads(one) for one in store.values_at(keys)]
+            others = [
+                f"rank {rank} {one[2]}" for rank, one in zip(self.ranks, said, strict=True) if one[2] != self.what
+            ]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
+            if others:  # a rank without shards has no trace in which the calls would differ
+                answer[0] = f"the ranks do different things: rank {self._me} calls {self.what}, {others[0]}"
             if answer[0] is None:
                 answer[1] = decide([one[1] for one in said])
         except Exception as failure:

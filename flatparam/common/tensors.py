@@ -240,3 +240,14 @@ def _lending(export: Callable[..., Any]) -> Callable[..., Any]:
 def _lending_exchange(capsule: Any) -> Any:
     """Mark memory that DLPack exports through C as borrowed."""
     return _C.lending_exchange(capsule)
+
+
+@flat_params_live.replace("torch:UntypedStorage.is_shared", test=_LENT)
+def _readable(is_shared: Callable[..., bool]) -> Callable[..., bool]:
+    """Raise the error of freed memory: torch reads the address where no error may pass, and the process would end."""
+
+    def readable(storage: torch.UntypedStorage) -> bool:
+        storage.data_ptr()
+        return is_shared(storage)
+
+    return readable

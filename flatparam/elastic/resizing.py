@@ -126,7 +126,9 @@ def leave(model: nn.Module) -> None:
     """Bind the units of ``model`` to no ranks, and drop their values. No collective call: it may follow a failure."""
     for wrapper in wrappers_in(model):
         wrapper._forget_interrupted()
+        core = wrapper._unit.core
         wrapper._unit.bind(Placement(), False)
+        core.retire()
         wrapper._placement = Placement()
 
 
@@ -162,6 +164,7 @@ class _Moving:
         self.wrappers = wrappers_in(model)
         self.plan, self.holds = SavePlan(), False
         self._undo: list[Callable[[], None]] = []
+        self._replaced: list[Any] = []  # the cores of units that graphs from before may still call
         self._numbers: dict[Wrapper, dict[UnitIds, int]] = {}
         self.loading: Loading | None = None
 
@@ -288,6 +291,7 @@ class _Moving:
             one.state.clear()
         for wrapper, placement in zip(self.wrappers, placements, strict=True):
             self._undo.append(functools.partial(setattr, wrapper, "_placement", wrapper._placement))
+            self._replaced.append(wrapper._unit.core)
             self._undo.append(wrapper._unit.bind(placement, holds))
             wrapper._placement = placement
             if wrapper._in_full:
@@ -321,6 +325,8 @@ class _Moving:
     def commit(self) -> None:
         """Finish the load, and drop the old shards."""
         self._undo.clear()
+        for core in self._replaced:
+            core.retire()
         for wrapper, numbers in self._numbers.items():
             assign(wrapper._unit, numbers)
         if self.loading is not None:

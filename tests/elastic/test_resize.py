@@ -7,6 +7,9 @@ Promises:
 - after a refusal gradients, states and training are as without the call: `test_a_refusal_leaves_everything_as_it_was`,
   `test_a_joiner_that_differs_is_refused_by_all`, `test_groups_that_do_not_fit_are_refused_by_name`
 - on a rank without shards an access to a parameter raises why: `test_no_access_crashes_a_rank_without_shards`
+- a save on such a rank alone, as the others resize, is told to all:
+  `test_another_call_on_a_rank_without_shards_is_told`
+- the backward of a graph from before is refused, and training goes on: `test_an_old_graph_is_refused`
 """
 
 import itertools
@@ -332,3 +335,44 @@ def accessed(uo):
 @pytest.mark.parametrize("uo", [False, True])
 def test_no_access_crashes_a_rank_without_shards(uo):
     simulate_ranks(accessed, 3, uo)
+
+
+def saves_alone(folder):
+    model = built("FULL_SHARD", True)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    elastic.resize(model, optimizer, [0, 1])
+    if dist.get_rank() == 2:
+        with pytest.raises(StateError, match="holds no shards"):
+            checkpoint.save(folder, model, optimizer)
+    else:
+        with pytest.raises(CheckpointError, match=r"rank 0 calls elastic\.resize, rank 2 checkpoint\.save"):
+            elastic.resize(model, optimizer, [0, 1, 2])
+    elastic.resize(model, optimizer, [0, 1, 2])
+    steps(model, optimizer, dist.get_rank(), 0, 2)
+
+
+def test_another_call_on_a_rank_without_shards_is_told(tmp_path):
+    simulate_ranks(saves_alone, 3, str(tmp_path / "saved"))
+
+
+def old_graph(strategy, uo):
+    pairs = []
+    for _ in range(2):
+        model = built(strategy, uo)
+        pairs.append((model, OPTIMIZERS["adam"](model.parameters())))
+        steps(*pairs[-1], dist.get_rank(), 0, 1)
+    (model, optimizer), twin = pairs
+    loss = loss_of(model, torch.ones(4, 3))
+    loss_of(twin[0], torch.ones(4, 3))
+    for pair in pairs:
+        elastic.resize(*pair, [0, 1])
+    with pytest.raises(RuntimeError, match="was deleted, or moved to other ranks"):
+        loss.backward()
+    assert steps(model, optimizer, dist.get_rank(), 1, 2) == steps(*twin, dist.get_rank(), 1, 2)
+    same(everything(model, optimizer), everything(*twin))
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+def test_an_old_graph_is_refused(strategy, uo):
+    simulate_ranks(old_graph, 2, strategy, uo)

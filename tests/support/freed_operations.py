@@ -57,6 +57,8 @@ OPERATIONS = {
     "numpy": lambda w: w.detach().numpy(),
     "np.asarray": lambda w: np.asarray(w.detach()),
     "np.from_dlpack": lambda w: np.from_dlpack(w.detach()),
+    "is_shared": lambda w: w.is_shared(),
+    "is_shared of the storage": lambda w: w.untyped_storage().is_shared(),
     "to_dlpack": lambda w: torch.utils.dlpack.to_dlpack(w.detach()),
     "data_ptr": lambda w: w.data_ptr(),
     "untyped_storage().data_ptr": lambda w: w.untyped_storage().data_ptr(),
@@ -183,7 +185,8 @@ def main():
     results = {}
     with fake_world(2):
         for name, make in MODELS.items():
-            weight = weight_of(make())
+            model = make()
+            weight = weight_of(model)
             results[name] = tried({what: functools.partial(call, weight) for what, call in OPERATIONS.items()})
         results["calls"] = tried(CALLS)
     json.dump(results, sys.stdout)

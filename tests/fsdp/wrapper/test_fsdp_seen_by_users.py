@@ -9,6 +9,7 @@ Promises:
 - full parameters with each flag; `apply`; each rank keeps its shard of the values that it wrote:
   `test_full_parameters`, `test_fsdp_every_strategy.py::test_corners`
 - full state dicts and loading them, strict and not: `test_full_state_dicts`
+- a conversion after a forward without backward keeps the parameters: `test_a_conversion_keeps_the_parameters`
 - where torch 2.13 goes wrong: full parameters of a CPU model, offloaded to the CPU: `test_full_parameters`
 """
 
@@ -485,3 +486,43 @@ def test_missing_attributes():
             model._nothing  # noqa: B018
         assert model.in_features == 2
         assert not hasattr(model, "_nothing")
+
+
+CONVERSIONS = {
+    "double": lambda model: model.double(),
+    "there and back": lambda model: model.double().float(),
+    "type": lambda model: model.type(torch.float64),
+    "nothing": lambda model: model.float(),
+}
+
+
+def converted(strategy):
+    for what, convert in CONVERSIONS.items():
+        note(what)
+        found = []
+        for wrap in (
+            lambda module: module,
+            lambda module: FSDP(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=True),
+        ):
+            torch.manual_seed(1)
+            model = wrap(nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4)))
+            x = torch.ones(2, 4)
+            model(x).sum().backward()
+            params = list(model.parameters())
+            model(x)  # its result is dropped
+            convert(model)
+            assert [*map(id, model.parameters())] == [*map(id, params)]
+            assert all(isinstance(param, nn.Parameter) for param in params)
+            model.zero_grad()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+            model(x.to(params[0].dtype)).sum().backward()
+            optimizer.step()
+            found.append(model)
+        with FSDP.summon_full_params(found[1]):
+            for mine, other in zip(found[1].parameters(), found[0].parameters(), strict=True):
+                assert torch.allclose(mine, other)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+def test_a_conversion_keeps_the_parameters(strategy):
+    simulate_ranks(converted, 2, strategy)
