@@ -36,6 +36,7 @@ class Owner(Protocol):
     flat_params: list[FlatParam]
     core: _C.Unit
     summoned: Any
+    is_away: bool
 
     @property
     def places(self) -> set[tuple[nn.Module, str]]:
