@@ -15,6 +15,8 @@ Promises:
   error names values that cannot be kept: `test_what_is_assigned_is_kept`
 - between forward and backward: autograd's error, `zero_grad()`, `.data` in place, replaced data:
   `test_weights_written_between_forward_and_backward`
+- a Parameter with a gradient in the place of a sharded one is refused by all:
+  `test_a_replacement_with_a_gradient_is_refused_on_all_ranks`
 - `functional_call` and `vmap` over it are refused with nothing changed: `test_functional_call_is_refused`
 - in a forward it works on an inner module, compiled too:
   `test_functional_call_of_an_inner_module_in_a_forward_is_as_unsharded`,
@@ -594,3 +596,34 @@ def test_data_in_another_dtype_are_taken_in_the_parameters_own():
         with pytest.raises(ValueError, match=r"`weight` are of torch.float32, which torch.bfloat16 would round"):
             low(torch.ones(1, 3, dtype=torch.bfloat16))
         assert torch.equal(full_params(low)["weight"], before)
+
+
+def replaced_with_a_gradient(strategy, uo):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = FSDP(copy.deepcopy(module), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    x, new = torch.ones(2, 4), nn.Parameter(torch.full((4, 4), 0.5))
+    new.grad = torch.ones(4, 4)
+    for one in (model.module, module):
+        one[0].weight = nn.Parameter(new.detach().clone())
+        one[0].weight.grad = new.grad.clone()
+    if strategy == "NO_SHARD" and uo:
+        model(x).sum().backward()
+        module(x).sum().backward()
+        assert torch.equal(model.module[0].weight.grad, module[0].weight.grad)
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"parameter `0.weight` was replaced by a Parameter that has a gradient"):
+            model(x)
+    model.module[0].weight.grad = module[0].weight.grad = None
+    for one in (model, module):
+        one(x).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert torch.equal(model.module[0].weight, module[0].weight)
+        assert torch.equal(model.module[0].weight.grad, module[0].weight.grad)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_replacement_with_a_gradient_is_refused_on_all_ranks(strategy, uo):
+    simulate_ranks(replaced_with_a_gradient, 2, strategy, uo)
