@@ -131,12 +131,7 @@ class Rendezvous:
             if store is not None:
                 self._wait_for(store, keys, self.ranks)
                 said = [json.loads(one) for one in store.values_at(keys)]
-            others = [
-                f"rank {rank} {one[2]}" for rank, one in zip(self.ranks, said, strict=True) if one[2] != self.what
-            ]
-            answer[0] = next((one[0] for one in said if one[0] is not None), None)
-            if others:  # a rank without shards has no trace in which the calls would differ
-                answer[0] = f"the ranks do different things: rank {self._me} calls {self.what}, {others[0]}"
+            answer[0] = self._problem_of(said)
             if answer[0] is None:
                 answer[1] = decide([one[1] for one in said])
         except Exception as failure:
@@ -153,6 +148,13 @@ class Rendezvous:
             return answer, failed
         finally:
             failed = None  # its traceback holds this frame
+
+    def _problem_of(self, said: list[list[Any]]) -> str | None:
+        """Return why the ranks cannot go on: one calls another function, or has an error."""
+        for rank, (_, _, what) in zip(self.ranks, said, strict=True):
+            if what != self.what:  # a rank without shards has no trace in which the calls would differ
+                return f"the ranks do different things: rank {self._me} calls {self.what}, rank {rank} {what}"
+        return next((problem for problem, *_ in said if problem is not None), None)
 
     def _is_read(self, store: Store, verdict: str, reads: dict[int, str]) -> bool:
         """Whether all others that live have read ``verdict``, which the last of all deletes. ``reads``: their keys."""
