@@ -37,7 +37,7 @@ from ..common.patches import Lifetime
 from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
-from ..fsdp.desync.checked_collectives import STAYS_AWAY, gather_objects, run, settle
+from ..fsdp.desync.checked_collectives import CAME_LATE, STAYS_AWAY, gather_objects, run, settle
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of_world
 from ..fsdp.desync.trace import TRANSPORT
@@ -298,7 +298,8 @@ class Session:
                 return self.epochs.without(self.epoch, lost)
             time.sleep(0.02)
         is_absent = board is not None and board.absent(range(len(members)))
-        is_unclear = is_of_transport or is_absent or not has_world or STAYS_AWAY in str(error)
+        is_told = any(words in str(error) for words in (STAYS_AWAY, CAME_LATE))
+        is_unclear = is_of_transport or is_absent or not has_world or is_told
         if is_unclear and self._attempts + 1 < _ATTEMPTS:  # who does not come to the next world is lost
             return self.epochs.without(self.epoch, [])
         raise error

@@ -221,6 +221,7 @@ def test_rank_0_waits_for_a_live_rank_to_read_the_error(tmp_path):
 def fill_the_disk(folder):
     """Rank 1 cannot write more than some bytes to a file; what the rank is told is its note."""
     meet_in_a_server()
+    torch.manual_seed(0)
     module = FSDP(nn.Linear(64, 64))
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

@@ -35,6 +35,7 @@ FOUND = {
     6400: "a stopped rank went on alone, and the checker asked only a new one from which state each epoch began",
     2002562: "a rank was stopped as all connected, and those that had connected dropped the others that had not",
     1000907: "a rank was killed in the first build, and the others waited 30 minutes to make a group with it",
+    90238: "ranks that were late in a new world, as others were killed, ended the job",
 }
 KILLED = {
     "seed": 1,

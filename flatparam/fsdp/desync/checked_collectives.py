@@ -121,6 +121,7 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
 
 
 STAYS_AWAY = "has not gone on since"  # in texts about ranks that have caught an exception
+CAME_LATE = "live, but came late or not at all to a collective"  # in texts about ranks of which none may be lost
 # Traces on which a rank of this process has reported an exception and has not gone on since; the others may wait for it
 troubled: list[GroupTrace] = []
 
@@ -395,7 +396,7 @@ def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], waited: f
         longest = max(of_ranks.values())
         late = [rank for rank, seconds in of_ranks.items() if seconds < longest / 2]
         if late:
-            found = f"ranks {late} live, but came late or not at all to a collective; others waited {longest:.0f} s"
+            found = f"ranks {late} {CAME_LATE}; others waited {longest:.0f} s"
             raise OrderError(store.compare_set("reason", "", found) + AND_SO)
 
 
