@@ -320,9 +320,10 @@ class Unit:
                     now = self.standing_for(here.original, None if views is None else views[i])
                     if now is not None and now is not here.original.param:
                         if now.grad is not None and (flat_param.is_sharded or not flat_param.use_orig_params):
-                            raise ValueError(
-                                f"{self.name}: parameter `{here.original.fqn}` was replaced by a Parameter that has a "
-                                "gradient, of which no rank would keep its part: set its `.grad` to None before"
+                            raise StateError(
+                                f"{self.name}: Cannot writeback: parameter `{here.original.fqn}` was replaced by a "
+                                "Parameter that has a gradient, of which no rank would keep its part: set its `.grad` "
+                                "to None before"
                             )
                         replaced.append((k, i, here.original, now))
                     elif not flat_param.use_orig_params:
