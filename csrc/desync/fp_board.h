@@ -44,8 +44,8 @@ int fp_board_appear(fp_board *board, double since);
 /* Put later posts, and the numbers that belong to them, below generation in the store. All ranks pass the same generation. */
 int fp_board_join(fp_board *board, const char *generation);
 
-/* Count this rank as a member, which reads posts: without any member nobody reads them (see fp_board_number). The place of a
- * member is of this world, whenever it was published. */
+/* Count this rank as a member. Members read posts: a rank waits for readers only if the generation has members (see
+ * fp_board_number). The place of a member belongs to this world, even if it was published before this world began. */
 int fp_board_enter(fp_board *board);
 
 /* Publish that this rank has finished: its program has ended, or it destroys the group. The others then report this, and not

@@ -62,7 +62,7 @@ class Generation:
         self.stripe = stripe_of(longest, len(ranks))
         length = self.stripe * max(1, len(ranks) - 1)
         self.data: Tensor = _of_length(length, None if old is None else old.data, pinned)
-        # in a group of two the receive buffer stays: what was received is the parity
+        # a group of two keeps the receive buffer as its parity, so the next generation cannot take it
         giver = before if before is not None and before.is_whole and len(before.ranks) > 2 else old
         self._got: Tensor = _of_length(length if len(ranks) > 1 else 0, None if giver is None else giver._got)
         if giver is not None:
