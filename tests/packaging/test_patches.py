@@ -534,6 +534,8 @@ CASES = {
 
 DRIVER = """
 import traceback
+gc.collect()
+gc.freeze()  # a child that collects looks at its own objects only
 for name, code in CASES.items():
     sys.stdout.flush()
     child = os.fork()

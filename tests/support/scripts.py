@@ -53,7 +53,10 @@ def check_last_lines(printed, promised):
 
 
 def printed_on_ranks(script, world_size, folder, *arguments, prepare=look_like_torchrun):
-    """Return what rank 0 prints of ``script``, run in ``folder``. ``prepare``: called on each rank before it."""
+    """Return what rank 0 prints of ``script``, run in ``folder``.
+
+    Args: ``script``: a name in examples/, or an absolute path; ``prepare``: called on each rank before it.
+    """
     return run_ranks(_run, world_size, script, str(folder), list(arguments), prepare)[0]
 
 
