@@ -15,22 +15,18 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.utils.checkpoint import checkpoint
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-SETTINGS = [
-    {"strategy": strategy, "orig": orig, **more}
-    for strategy, orig in itertools.product(STRATEGIES, (True, False))
-    for more in (
-        {"units": "one"},
-        {"units": "many"},
-        {"units": "one", "bf16": True},
-        {"units": "many", "bf16": True},
-        {"units": "many", "offload": True},
-        {"units": "many", "frozen": True},
-        {"units": "many", "replaced": True},
-        {"units": "many", "reentrant": False},
-        {"units": "many", "reentrant": True},
-        {"units": "one", "bf16": True, "reentrant": False},
-    )
-]
+MORE = (
+    {"units": "one"},
+    {"units": "many"},
+    {"units": "one", "bf16": True},
+    {"units": "many", "bf16": True},
+    {"units": "many", "offload": True},
+    {"units": "many", "frozen": True},
+    {"units": "many", "replaced": True},
+    {"units": "many", "reentrant": False},
+    {"units": "many", "reentrant": True},
+    {"units": "one", "bf16": True, "reentrant": False},
+)
 
 
 class TwoHeads(nn.Module):
@@ -185,31 +181,35 @@ def expected(step, frozen, reentrant, rounds):
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def wrong(setting, name, zeroed):
+def wrong(strategy, orig, more, name, zeroed):
     """Return what differs from the unsharded module after two rounds, between which gradients are zeroed or not."""
-    step, model = STEPS[name], wrapped(**setting)
+    step, model = STEPS[name], wrapped(strategy, orig, **more)
     for number in range(2):
         step(model, batches_of(dist.get_rank()), model.no_sync)
         if zeroed and number == 0:
             model.zero_grad()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    right = expected(step, setting.get("frozen", False), setting.get("reentrant"), 1 if zeroed else 2)
+    right = expected(step, more.get("frozen", False), more.get("reentrant"), 1 if zeroed else 2)
     with FullyShardedDataParallel.summon_full_params(model):
         pairs = zip(right, model.named_parameters(), strict=True)
         return [of for value, (of, param) in pairs if not torch.equal(value, param)]
 
 
-def all_wrong(settings):
-    """Return [(setting, name of the step, what differs)], with gradients zeroed in between in every other case.
+def cases_of_all():
+    """Return all (strategy, orig, more settings, name of the step, whether gradients are zeroed between two rounds).
 
     Without what torch's runtime cannot do: it frees a frozen unit before an earlier forward comes to it.
     """
-    cases = list(itertools.product(settings, STEPS))
-    cases = [case for case in cases if not ("frozen" in case[0] and case[1] == "with_a_forward_between")]
+    cases = itertools.product(STRATEGIES, (True, False), MORE, STEPS, (True, False))
+    cases = [case for case in cases if not ("frozen" in case[2] and case[3] == "with_a_forward_between")]
     long = (head_by_head.__name__, many_forwards.__name__)
-    cases = [case for case in cases if case[1] not in long or case[0] == {**case[0], "units": "one", "bf16": True}]
+    return [case for case in cases if case[3] not in long or case[2] == {**case[2], "units": "one", "bf16": True}]
+
+
+def all_wrong(cases):
+    """Return [(case, what differs)]."""
     with handle_of("flatparam"):
-        return [(*case, wrong(*case, zeroed=number % 2 == 0)) for number, case in enumerate(cases)]
+        return [(case, wrong(*case)) for case in cases]
 
 
 def backward_after_others_step(strategy, orig):
