@@ -16,6 +16,8 @@ import simulated
 import torch
 from fsdp_models import SETTINGS, Model, data, full_grads, full_params, have_memory, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
+from pairs import cover
+from simulated_ranks import simulate_ranks
 from torch.utils.checkpoint import checkpoint
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -161,45 +163,74 @@ def average(modules):
             p.grad = grads[0] / 2 + grads[1] / 2
 
 
-def trained(kind, library=None):
+def trained(kind, cases, library=None):
     ways = {}
     if library is not None:
         simulated.use(library)
         torch.sim.get_amp_supported_dtype = lambda: []  # which checkpoints ask for
         ways = {"process_group": simulated.new_group(), "device_id": torch.device("sim", 0)}
-    for strategy, uo in SETTINGS if library is None else SETTINGS[:4]:
-        for pattern in PATTERNS:
-            what = f"{strategy} uo={uo} {pattern.__name__} {kind}"
-            note(what)
-            # What no_sync has kept is reduced by the first backward after it, and the second one's beside it.
-            exact = pattern is not in_no_sync and not ways  # the simulated device adds up in another order
-            modules = [made(kind) for _ in range(2)]
-            model = wrap_blocks(
-                made(kind), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, segments=True, **ways
-            )
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, *modules)]
-            for step in range(2):
-                pattern(model, step, None)
-                for rank, module in enumerate(modules):
-                    pattern(module, step, rank)
-                average(modules)
-                assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, exact, what)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert_equal(full_params(model), dict(modules[0].named_parameters()), exact, what)
+    for strategy, uo, name in cases:
+        pattern, what = globals()[name], f"{strategy} uo={uo} {name} {kind}"
+        note(what)
+        # What no_sync has kept is reduced by the first backward after it, and the second one's beside it.
+        exact = pattern is not in_no_sync and not ways  # the simulated device adds up in another order
+        modules = [made(kind) for _ in range(2)]
+        model = wrap_blocks(
+            made(kind), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, segments=True, **ways
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, *modules)]
+        for step in range(2):
+            pattern(model, step, None)
+            for rank, module in enumerate(modules):
+                pattern(module, step, rank)
+            average(modules)
+            assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, exact, what)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(full_params(model), dict(modules[0].named_parameters()), exact, what)
+
+
+def some_of(kinds, settings, kind):
+    """Those of ``kind``, of cases in which each kind, strategy, use_orig_params and pattern meets each other one."""
+    cases = itertools.product(kinds, dict(settings), (False, True), [pattern.__name__ for pattern in PATTERNS])
+    cases = [rest for of, *rest in cover(list(cases)) if of == kind]
+    assert {name for *_, name in cases} == {pattern.__name__ for pattern in PATTERNS}
+    return cases
+
+
+def all_of(settings):
+    return [(*setting, pattern.__name__) for setting in settings for pattern in PATTERNS]
+
+
+KINDS = ("plain", "frozen", "twice", "checkpointed", "checkpointed units")
+LATE = ("frozen", "twice", "checkpointed units")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["plain", "frozen", "twice", "checkpointed", "checkpointed units"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_penalties_train_as_unsharded(kind):
-    run_ranks(trained, 2, kind)
+    simulate_ranks(trained, 2, kind, some_of(KINDS, SETTINGS, kind))
+
+
+@pytest.mark.thorough
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", KINDS)
+def test_penalties_train_as_unsharded_in_all_settings(kind):
+    run_ranks(trained, 2, kind, all_of(SETTINGS))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["frozen", "twice", "checkpointed units"])
+@pytest.mark.parametrize("kind", LATE)
 def test_they_do_where_gathers_come_late(kind):
-    run_ranks(trained, 2, kind, str(simulated.build()))
+    run_ranks(trained, 2, kind, some_of(LATE, SETTINGS[:4], kind), str(simulated.build()))
+
+
+@pytest.mark.thorough
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", LATE)
+def test_they_do_where_gathers_come_late_in_all_settings(kind):
+    run_ranks(trained, 2, kind, all_of(SETTINGS[:4]), str(simulated.build()))
 
 
 class Forces(Model):
@@ -240,7 +271,7 @@ def forces_in_forward():
 
 @pytest.mark.multiprocess
 def test_forces_taken_in_a_forward_are_as_unsharded():
-    run_ranks(forces_in_forward, 2)
+    simulate_ranks(forces_in_forward, 2)
 
 
 def by_functionals():
@@ -265,7 +296,7 @@ def by_functionals():
 
 @pytest.mark.multiprocess
 def test_functionals_of_autograd_are_as_unsharded():
-    run_ranks(by_functionals, 2)
+    simulate_ranks(by_functionals, 2)
 
 
 @pytest.fixture
@@ -339,7 +370,7 @@ def stepping_before():
 
 @pytest.mark.multiprocess
 def test_an_optimizer_that_steps_before_is_refused():
-    run_ranks(stepping_before, 2)
+    simulate_ranks(stepping_before, 2)
 
 
 def test_gradients_of_parameters_have_no_history(model):
