@@ -14,8 +14,10 @@ import itertools
 import pytest
 import torch
 from fsdp_models import FSDP, Averaged, Model, data, full_grads, loss_of, make, wrap_blocks
-from gloo import handle_of, note, run_ranks
+from gloo import handle_of, note
 from layer_zero_ranks import layer_zero
+from pairs import cover
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
@@ -131,32 +133,31 @@ def refused(strategy):
     return pytest.raises(ValueError, match=said)
 
 
-def of_all(strategy, uo, ranks):
+LEFT = "left as it is"
+CASES = list(itertools.product((*RUNTIME, *DROPIN, *LAYER_ZERO), (False, True), (1, 2), (LEFT, *CLEAR, *CHANGE)))
+
+
+def of_all(strategy, uo, kept, name, ranks):
     zeroth, first = means(ranks)
     both = {name: grad + first[name] for name, grad in zeroth.items()}
-    for kept in (1, 2):
-        what = f"{strategy} uo={uo} kept={kept}"
-        model = begun(strategy, uo, of_nothing, kept)
+    what = f"{strategy} uo={uo} kept={kept} {name}"
+    note(what)
+    model = begun(strategy, uo, of_nothing, kept)
+    if name in CLEAR:
+        CLEAR[name](model)
         last(model)
-        assert_close(model, uo, both, f"{what} left as it is")
-        for name, clear in CLEAR.items():
-            note(f"{what} cleared: {name}")
-            model = begun(strategy, uo, of_nothing, kept)
-            clear(model)
-            last(model)
-            assert_close(model, uo, first, f"{what} cleared: {name}")
-        for name, change in CHANGE.items():
-            note(f"{what} changed: {name}")
-            model = begun(strategy, uo, of_nothing, kept)
-            change(model)
-            if strategy in DROPIN:  # what is kept is changed alone, as with torch
-                last(model)
-                assert_close(model, uo, both, f"{what} changed: {name}")
-                continue
-            with refused(strategy):
-                last(model)
-            if strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):  # else all go on to the end
-                assert_close(model, uo, zeroth, f"{what} refused: {name}")
+        assert_close(model, uo, first, what)
+        return
+    if name in CHANGE:
+        CHANGE[name](model)
+    if name == LEFT or strategy in DROPIN:  # what is kept is changed alone, as with torch
+        last(model)
+        assert_close(model, uo, both, what)
+        return
+    with refused(strategy):
+        last(model)
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):  # else all go on to the end
+        assert_close(model, uo, zeroth, what)
 
 
 def of_one(strategy, uo, ranks):
@@ -192,21 +193,31 @@ def of_one(strategy, uo, ranks):
             last(model)
 
 
-def all_of(strategy, uo, ranks):
+def all_of(cases, ranks):
     with handle_of("flatparam"):
-        of_all(strategy, uo, ranks)
-        of_one(strategy, uo, ranks)
+        for case in cases:
+            of_all(*case, ranks)
+        for strategy, uo in {case[:2]: None for case in cases}:
+            of_one(strategy, uo, ranks)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*RUNTIME, *DROPIN), (False, True))))
-def test_clearing_gradients_of_zeros_is_told_from_changing_them(strategy, uo):
-    run_ranks(all_of, 2, strategy, uo, 2)
+def check(strategy, cases):
+    ranks = 4 if strategy in LAYER_ZERO else 2
+    cases = [case for case in cases if case[0] == strategy]
+    assert {name for *_, name in cases} == {LEFT, *CLEAR, *CHANGE}
+    assert {uo for _, uo, *_ in cases} == {False, True}
+    simulate_ranks(all_of, ranks, cases, ranks)
 
 
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(LAYER_ZERO, (False, True))))
-def test_clearing_gradients_of_zeros_of_layer_zero_is_told_from_changing_them(strategy, uo):
-    run_ranks(all_of, 4, strategy, uo, 4)
+@pytest.mark.parametrize("strategy", [*RUNTIME, *DROPIN, *LAYER_ZERO])
+def test_clearing_gradients_of_zeros_is_told_from_changing_them(strategy):
+    check(strategy, cover(CASES))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", [*RUNTIME, *DROPIN, *LAYER_ZERO])
+def test_clearing_gradients_of_zeros_is_told_from_changing_them_in_all_settings(strategy):
+    check(strategy, CASES)
 
 
 class Factor(nn.Module):
@@ -291,4 +302,4 @@ def zeros_on_one_rank_of_all(strategy, uo, ranks):
 def test_one_rank_with_gradients_of_zeros_does_as_the_others(strategy, uo):
     """What is kept counts on all ranks or on none, also if the next backward does not come to the unit."""
     ranks = 4 if strategy in LAYER_ZERO else 2
-    run_ranks(zeros_on_one_rank_of_all, ranks, strategy, uo, ranks)
+    simulate_ranks(zeros_on_one_rank_of_all, ranks, strategy, uo, ranks)
