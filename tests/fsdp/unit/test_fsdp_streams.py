@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data, first_rank_warns, loss_of, make, wrap_blocks
 from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
+from pairs import cover
 from test_fsdp_device import assert_equal, groups_of, three_groups, whole
 from torch import nn
 
@@ -85,34 +86,44 @@ WAYS = {
 }
 
 
-def on_streams(library, late, n_streams, names):
+def on_streams(library, n_streams, cases):
     """On one other stream, or on several that take turns; the last one counts as that which computes."""
-    device = simulated.use(library)
+    device, wanted = simulated.use(library), {}
     sim, on_cpu, on_sim = torch.device("sim", 0), three_groups(dist.new_group), three_groups(simulated.new_group)
     on_both = three_groups(functools.partial(simulated.new_group, on_host=True))
-    for name in names:
+    for name, late, computes in cases:
         arguments = {**WAYS[name], "use_orig_params": True}
         strategy = arguments["sharding_strategy"].name
-        for computes in (True, False):
-            note(f"{name}, {late}, {n_streams} streams, late or not by what computes: {computes}")
+        note(f"{name}, {late}, {n_streams} streams, late or not by what computes: {computes}")
+        if name not in wanted:
             plain = {key: value for key, value in arguments.items() if key not in ("cpu_offload", "offload_grads")}
-            wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **plain), CPU, Turns([]))
-            groups = groups_of(strategy, *(on_sim if computes else on_both))
-            model = wrap_blocks(make(), process_group=groups, device_id=sim, **arguments)
-            streams = [torch.Stream(sim) for _ in range(n_streams)]
-            device.late(late, streams[-1].stream_id if computes else 0)
-            with Turns(list(streams)) as turns:
-                found = train(model, sim, turns)
-            assert_equal(found, wanted, name)
-            del model
+            model = wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **plain)
+            wanted[name] = train(model, CPU, Turns([]))
+        groups = groups_of(strategy, *(on_sim if computes else on_both))
+        model = wrap_blocks(make(), process_group=groups, device_id=sim, **arguments)
+        streams = [torch.Stream(sim) for _ in range(n_streams)]
+        device.late(late, streams[-1].stream_id if computes else 0)
+        with Turns(list(streams)) as turns:
+            found = train(model, sim, turns)
+        assert_equal(found, wanted[name], name)
+        del model
 
 
-@pytest.mark.parametrize("late", ["others", "computing"])
+def cases_of(n_streams):
+    return list(itertools.product(list(WAYS)[: 7 if n_streams == 1 else 4], ("others", "computing"), (True, False)))
+
+
 @pytest.mark.parametrize("n_streams", [1, 3])
-def test_training_on_other_streams_has_the_bits_of_the_cpu(library, late, n_streams):
-    run_ranks(
-        on_streams, 4 if n_streams == 1 else 2, library, late, n_streams, list(WAYS)[: 7 if n_streams == 1 else 4]
-    )
+def test_training_on_other_streams_has_the_bits_of_the_cpu(library, n_streams):
+    cases = cover(cases_of(n_streams))
+    assert len(cases) >= 2 * (7 if n_streams == 1 else 4)
+    run_ranks(on_streams, 4 if n_streams == 1 else 2, library, n_streams, cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_streams", [1, 3])
+def test_training_on_other_streams_has_the_bits_of_the_cpu_in_all_settings(library, n_streams):
+    run_ranks(on_streams, 4 if n_streams == 1 else 2, library, n_streams, cases_of(n_streams))
 
 
 class Watched(nn.Module):
