@@ -74,10 +74,10 @@ def backwards(model, device, steps):
 
 
 def train(model, device):
-    """Parameters and gradients after some steps, the second of which accumulates in ``.grad`` too."""
+    """Parameters and gradients after two steps, the first of which accumulates in ``.grad`` too."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
-    for step in (0, 10, 20):
+    for step in (10, 20):
         backwards(model, device, [step, step + 1, step + 2])
         if step == 10:
             backwards(model, device, [step + 3])
@@ -91,31 +91,42 @@ def calls(used=True, too_old=False):
     return _C_testing.host_kernels(used, too_old)
 
 
-def training(library):
+MODELS = {"plain": make, "mixed": lambda: make(cls=Mixed, many=100)}  # 100: more than a launch is told of
+SETTINGS = [*(("FULL_SHARD", number) for number in range(len(PRECISIONS))), ("NO_SHARD", 0), ("ZERO_1", 2)]
+CASES = [(*setting, name) for setting in SETTINGS for name in MODELS]
+
+
+def training(library, cases):
     simulated.use(library)
     on_sim = simulated.new_group()
-    every = [("FULL_SHARD", precision) for precision in PRECISIONS]
-    for strategy, precision in [*every, ("NO_SHARD", PRECISIONS[0]), ("ZERO_1", PRECISIONS[2])]:
-        ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision, "use_orig_params": True}
+    for strategy, number, name in cases:
+        note(f"{strategy}, {PRECISIONS[number]}, {name}")
+        model = MODELS[name]
+        ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": PRECISIONS[number]}
+        ways["use_orig_params"] = True
         there = {**ways, "process_group": on_sim, "device_id": SIM}
-        for model in (make, lambda: make(cls=Mixed, many=200)):
-            note(f"{strategy}, {precision}, {model}")
-            calls(False)
-            if model is make:
-                wanted = train(wrap_blocks(model(), process_group=dist.group.WORLD, **ways), torch.device("cpu"))
-            else:
-                wanted = train(wrap_blocks(model(), **there), SIM)
-            before = calls()
-            found = train(wrap_blocks(model(), **there), SIM)
-            after = calls()
-            assert len(found) == len(wanted)
-            for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
-                assert torch.equal(a, b), (number, a, b)
-            assert after["pack"] >= before["pack"] + 3 * 3 * 4  # steps, backwards, units
+        calls(False)
+        if name == "plain":
+            wanted = train(wrap_blocks(model(), process_group=dist.group.WORLD, **ways), torch.device("cpu"))
+        else:
+            wanted = train(wrap_blocks(model(), **there), SIM)
+        before = calls()
+        found = train(wrap_blocks(model(), **there), SIM)
+        after = calls()
+        assert len(found) == len(wanted)
+        for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(a, b), (place, a, b)
+        assert after["pack"] >= before["pack"] + 2 * 3 * 4  # steps, backwards, units
 
 
 def test_training_has_the_same_bits(library):
-    run_ranks(training, 4, library, timeout=250.0)
+    plain, mixed = CASES[::2], CASES[1::2]
+    run_ranks(training, 4, library, [*plain[::2], *mixed[1::2]])
+
+
+@pytest.mark.thorough
+def test_training_has_the_same_bits_in_all_settings(library):
+    run_ranks(training, 4, library, CASES, timeout=250.0)
 
 
 def on_an_older_device(library):
