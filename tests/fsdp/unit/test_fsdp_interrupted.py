@@ -34,6 +34,7 @@ FILES = [str(INSIDE / name) for name in ("unit/summon.py", "wrapper/full_params.
 LEAVING = [contextlib.__file__, *(str(path) for path in INSIDE.rglob("*.py"))]  # wherever a block may be left
 NONE = torch.empty(0, 0, 0)
 STRIDE = 5  # of the places, so that this takes seconds
+PARTS = 3  # which a test each has of these places, so that `make test` has some of all calls
 
 
 def summon(model, values, **flags):
@@ -92,7 +93,8 @@ def is_end_of_with(place, places):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("strategy", "orig"), [("FULL_SHARD", True), ("FULL_SHARD", False), ("NO_SHARD", True)])
-def test_the_model_is_as_before(strategy, orig, call):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_model_is_as_before(strategy, orig, call, part):
     settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": orig}
     with fake_world(2):
         model, optimizer = start(**settings)
@@ -104,7 +106,7 @@ def test_the_model_is_as_before(strategy, orig, call):
         assert not interrupted(model, call, values, listing)
         loaded = [value for _, value, _ in now(model)]
         places = listing.places
-        chosen = [place for place in places[::STRIDE] if not is_end_of_with(place, places)]
+        chosen = [place for place in places[part * STRIDE :: PARTS * STRIDE] if not is_end_of_with(place, places)]
         assert len(chosen) > 30
         for k, place in enumerate(chosen):
             model, optimizer = start(**settings)
