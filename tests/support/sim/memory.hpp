@@ -99,8 +99,9 @@ struct DeviceMemory final : c10::Allocator {
         if (bytes == 0) {
             return {nullptr, c10::Device(SIM, 0)};
         }
-        TORCH_CHECK_WITH(OutOfMemoryError, room < 0 || bytes_now + static_cast<int64_t>(bytes) <= room, "no room for ",
-                         bytes, " bytes");
+        const auto lacking = bytes_now + static_cast<int64_t>(bytes) - room;
+        TORCH_CHECK_WITH(OutOfMemoryError, room < 0 || lacking <= 0, "no room for ", bytes, " bytes: ", lacking,
+                         " too few");
         const auto found = unused().find(std::make_pair(current, bytes));
         void *memory = found == unused().end() ? std::malloc(bytes) : found->second;
         if (found != unused().end()) {
