@@ -14,6 +14,7 @@ import warnings
 
 import numpy as np
 import torch
+import torch._dynamo  # which a backward imports: here once, and not in each of the processes
 import torch.distributed as dist
 import torch.nn.functional as F
 from gloo import fake_world
