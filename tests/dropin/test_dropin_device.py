@@ -7,6 +7,7 @@ import simulated
 import torch
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import handle_of, note, run_ranks
+from pairs import cover
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,18 +33,29 @@ def trained(kind, group, strategy, precision, orig):
         return seen + [param.detach().cpu().clone() for param in model.parameters()]
 
 
-def as_torch(library, late):
-    simulated.use(library, late)
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+CASES = list(itertools.product(("others", "computing"), STRATEGIES, (None, LOW), (True, False)))
+
+
+def as_torch(library, cases):
+    device = simulated.use(library)
     group = simulated.new_group()
-    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-    for settings in itertools.product(strategies, (None, LOW), (True, False)):
-        note(settings)
+    for late, *settings in cases:
+        note(f"{late} {settings}")
+        device.late(late)
         expected, found = (trained(kind, group, *settings) for kind in ("torch", "flatparam"))
         assert len(found) == len(expected), settings
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), settings
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("late", ["others", "computing"])
-def test_training_is_torchs(late):
-    run_ranks(as_torch, 2, str(simulated.build()), late)
+def test_training_is_torchs():
+    cases = cover(CASES)
+    assert len(cases) >= 6
+    run_ranks(as_torch, 2, str(simulated.build()), cases)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.thorough
+def test_training_is_torchs_in_all_settings():
+    run_ranks(as_torch, 2, str(simulated.build()), CASES)
