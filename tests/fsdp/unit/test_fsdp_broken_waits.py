@@ -56,11 +56,11 @@ def interrupted():
 
     if dist.get_rank() > 0:
         wait_until_said("rank 0 was interrupted")
-        time.sleep(0.3)
+        time.sleep(0.1)
         yield
         return
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         yield
     finally:
@@ -107,7 +107,7 @@ def test_a_wait_that_a_signal_ends_goes_on_in_the_next_call():
 
 
 def failures():
-    """A group whose gathers fail after a second, once there are units, and nobody who says so before."""
+    """A group whose gathers fail after half a second, once there are units, and nobody who says so before."""
     stores.WITHOUT_STORE = (*stores.WITHOUT_STORE, "gloo")
     for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
         group = dist.new_group(timeout=datetime.timedelta(seconds=30))
@@ -115,7 +115,7 @@ def failures():
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, "process_group": group}
         model.block = FSDP(model.block, segments=True, **arguments)
         model = FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=uo)
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), group)
         dist.barrier()
         if dist.get_rank() == 0:
             with torch.no_grad(), pytest.raises(RuntimeError, match=r"(?i)timeout|timed out|closed"):
