@@ -1,6 +1,7 @@
-"""The environment switches of FSDP have the effect that they have with torch's handle, each in a separate process."""
+"""The environment switches of FSDP have the effect that they have with torch's handle, for modules wrapped after."""
 
-import functools
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,13 @@ SAME = {  # where a switch has nothing to do
 }
 
 
-@functools.cache
-def results(switch, value, setting):
-    """Both handles' events and warnings of one launch of two ranks."""
-    return run_both(observe, 2, switch, setting, environment={switch: value})
+def each_observed(kind, cases):
+    """What is observed of each (switch, value, setting): a switch is read when a module is wrapped."""
+    seen = {}
+    for switch, value, setting in cases:
+        with mock.patch.dict(os.environ, {switch: value}):
+            seen[switch, value] = observe(kind, switch, setting)
+    return seen
 
 
 def name_of(switch, strategy, orig):
@@ -39,24 +43,27 @@ def name_of(switch, strategy, orig):
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_does_what_it_does_with_torchs_handle(switch, strategy, orig):
     name = name_of(switch, strategy, orig)
-    for rank, ((expected, _), (got, _)) in enumerate(results(switch, "1", (strategy, orig))):
+    cases = [(switch, value, (strategy, orig)) for value in "01"]
+    for rank, (torchs, ours) in enumerate(run_both(each_observed, 2, cases)):
+        (expected, _), (got, _) = torchs[switch, "1"], ours[switch, "1"]
         for whose, events in (("torch", expected[name]), ("ours", got[name])):
             raised = [values[0] for label, values in events if label == "raised"]
             assert not raised, f"rank {rank}, {whose}: {raised[0]}"
         difference = first_difference(expected[name], got[name])
         assert difference is None, f"rank {rank}: {difference}"
-        off = results(switch, "0", (strategy, orig))[rank][1][0][name]
+        off = ours[switch, "0"][0][name]
         assert (off == got[name]) == ((switch, strategy, orig) in SAME)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_is_warned_of_once(switch):
-    for torchs, ours in results(switch, "1", SETTINGS[0]):
-        for _, logged in (torchs, ours):
-            assert [level for level, _ in logged] == ["WARNING"] * (switch in WARNED_OF)
-            assert all(f"{switch}=1" in message for _, message in logged)
-    for torchs, ours in results(switch, "0", SETTINGS[0]):
-        assert torchs[1] == ours[1] == []
+def test_a_switch_is_warned_of_once():
+    """Whatever other switches are on in the process before it."""
+    cases = [(switch, value, SETTINGS[0]) for value in "01" for switch in SWITCHES]
+    for both in run_both(each_observed, 2, cases):
+        for seen in both:
+            for (switch, value), (_, logged) in seen.items():
+                wanted = ["WARNING"] * (value == "1" and switch in WARNED_OF)
+                assert [level for level, _ in logged] == wanted, (switch, value)
+                assert all(f"{switch}=1" in message for _, message in logged)
 
 
 @pytest.mark.sweep(2)
