@@ -43,9 +43,9 @@ def averaged(library, shared):
     for strategy, precision in [*ways, *([("HYBRID_SHARD", None)] if shared else [])]:
         note(f"{strategy}, {precision}")
         ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision, "use_orig_params": True}
-        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU)
+        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU, 2, 1)
         model = wrap_blocks(make(), process_group=groups_of(strategy, *on_sim), device_id=sim, **ways)
-        assert_equal(train(model, sim), wanted, strategy)
+        assert_equal(train(model, sim, 2, 1), wanted, strategy)
         loss = loss_of(model, data(0).to(sim))
         device.operations()
         loss.backward()
@@ -69,12 +69,12 @@ def in_registered_memory(library, how, line):
     for strategy in ("FULL_SHARD", "LAYER_ZERO_NESTED"):
         note(strategy)
         ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": IN_FP32}
-        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU)
+        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU, 2)
         device.operations()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = wrap_blocks(make(), process_group=groups_of(strategy, *on_sim), device_id=sim, **ways)
-            assert_equal(train(model, sim), wanted, strategy)
+            assert_equal(train(model, sim, 2), wanted, strategy)
         told += [str(warning.message) for warning in caught if "FLATPARAM_REGISTERED" in str(warning.message)]
         assert (device.operations().get("simulated::registered", 0) > 20) == (line is None)
     assert len(told) == (line is not None)
