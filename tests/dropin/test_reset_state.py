@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
-from gloo import handle_of, note, run_ranks
+from gloo import handle_of, note
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -139,7 +140,7 @@ def a_forward_inside_of_a_summon(uo):
 
 @pytest.mark.parametrize("uo", [True, False])
 def test_a_forward_inside_of_a_summon_writes_nothing_wrong_back(uo):
-    run_ranks(a_forward_inside_of_a_summon, 2, uo)
+    simulate_ranks(a_forward_inside_of_a_summon, 2, uo)
 
 
 WAYS = list(itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)))
@@ -147,11 +148,11 @@ WAYS = list(itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True
 
 @pytest.mark.parametrize(("strategy", "uo"), WAYS)
 def test_blocks_whose_end_is_lost_can_be_left(strategy, uo):
-    run_ranks(lost_ends, 2, strategy, uo, False)
+    simulate_ranks(lost_ends, 2, strategy, uo, False)
 
 
 def test_blocks_of_offloaded_parameters_can_be_left():
-    run_ranks(lost_ends, 2, "FULL_SHARD", True, True)
+    simulate_ranks(lost_ends, 2, "FULL_SHARD", True, True)
 
 
 def test_what_has_no_handle_of_ours_is_refused():
