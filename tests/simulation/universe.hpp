@@ -2,7 +2,7 @@
 // std::condition_variable, so seams.c decides who goes on, and when; the files of the world know nothing of threads.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <condition_variable>
