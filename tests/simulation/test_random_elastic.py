@@ -25,7 +25,7 @@ from tests.simulation import process, random_elastic, reference, training
 from tests.simulation.programs import GRIDS
 from tests.simulation.test_simulated_programs import LAYER, ask, play_all
 
-SEEDS = 25
+SEEDS = 12
 FOUND = {
     1080: "ranks on other machines were stopped and killed while all caught an exception, and nobody missed them",
     1101: "two machines were lost while all caught an exception, and nobody missed them",

@@ -28,7 +28,7 @@ from flatparam.fsdp.interop import patches
 from tests.simulation import process, reference, shrinking, training
 from tests.simulation.programs import draw, is_valid
 
-SEEDS = 30
+SEEDS = 15
 LAYER = {"name": "l0", "kind": "plain", "unit": True, "how": "call", "frozen": False, "double": False}
 FOUND = {  # programs that failed once, made small
     "ranks that hear of a stopped rank in a group without it, and wait until it has read": {
