@@ -35,11 +35,11 @@ def runs(kind, seeds, in_background, folder):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize("first", [0, 5, 10, 15])
 @pytest.mark.sweep(2)
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, in_background, first):
     failed = 0
-    for run, size, folder in runs("finds the disk full", range(first, first + 10), in_background, tmp_path):
+    for run, size, folder in runs("finds the disk full", range(first, first + 5), in_background, tmp_path):
         checkers.nobody_waits_for_ever(run)
         assert not run.errors, run.story
         for errors in zip(*run.results.values(), strict=True):
@@ -51,15 +51,15 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, in_background, first)
         assert steps_on_disk(folder, size) == (saved[-1] if saved else 0)
         assert STEPS - len(saved) == len(run.struck)
         assert not leftovers(folder), leftovers(folder)
-    assert failed > 10
+    assert failed > 5
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize("first", [0, 5, 10, 15])
 @pytest.mark.sweep(2)
 def test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, in_background, first):
     struck = 0
-    for run, size, folder in runs("is killed in a write", range(first, first + 10), in_background, tmp_path):
+    for run, size, folder in runs("is killed in a write", range(first, first + 5), in_background, tmp_path):
         struck += len(run.struck)
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
@@ -70,7 +70,7 @@ def test_a_torn_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, in_back
         assert all(error is None for errors in again.results.values() for error in errors), again.results
         assert steps_on_disk(folder, size) == STEPS
         assert not leftovers(folder), leftovers(folder)
-    assert struck > 5
+    assert struck > 2
 
 
 def test_a_save_does_not_wait_for_ever_for_a_rank_that_never_answered(tmp_path):
