@@ -104,7 +104,7 @@ def main(until, *faults):
             begin = time.time()
             loss = model(batch(step, elastic.rank()).to(device))
             if kind := strikes.pop((me, step), None):
-                say(f"struck {os.getpid()} {time.time()}")
+                say(f"struck {me} {time.time()}")
                 strike(kind)
             loss.backward()
             optimizer.step()
