@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
+IMPORTED = ("torch", "torch._dynamo", "torch.distributed.fsdp")
 _STARTER = """
-import itertools, json, os, sys
-import torch, torch._dynamo, torch.distributed.fsdp
+import gc, importlib, itertools, json, os, sys
+for name in json.loads(sys.argv[2]):
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()  # a script that ends would look through all of torch several times, for half of a second
 
 def start_all():
     \"\"\"Return the program of a child, and nothing in the parent.\"\"\"
@@ -43,14 +47,17 @@ class End(NamedTuple):
     err: str
 
 
-def run(programs, folder):
-    """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends."""
-    return [end for (end,) in run_side_by_side([[program] for program in programs], folder)]
+def run(programs, folder, imported=IMPORTED):
+    """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends.
+
+    ``imported``: the modules that the process has imported of which they are forks.
+    """
+    return [end for (end,) in run_side_by_side([[program] for program in programs], folder, imported)]
 
 
-def run_side_by_side(groups, folder):
+def run_side_by_side(groups, folder, imported=IMPORTED):
     """The same for groups of programs, one group after the other; return the ends in the same groups."""
-    command = [sys.executable, "-c", _STARTER, json.dumps(groups)]
+    command = [sys.executable, "-c", _STARTER, json.dumps(groups), json.dumps(imported)]
     # The tree's own build first: these processes do not preload the runtime of a sanitizer
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)

@@ -4,6 +4,7 @@ The simulated device's collectives stand for NCCL's (simulated.py).
 """
 
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -220,13 +221,16 @@ PROGRAM = f"import sys; import {__name__} as module; module.end(*sys.argv[1:])"
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
+    """Of the two ranks of each body: three bodies at a time, as all of them wait."""
     folder = tmp_path_factory.mktemp("ends")
-    groups = []
+    programs = []
     for body in STATUSES:
         place = folder / body.__name__
         place.mkdir()
-        groups.append([(PROGRAM, [str(simulated.build()), str(place), str(rank), body.__name__]) for rank in range(2)])
-    return dict(zip(STATUSES, forked_scripts.run_side_by_side(groups, folder), strict=True))
+        programs += [(PROGRAM, [str(simulated.build()), str(place), str(rank), body.__name__]) for rank in range(2)]
+    groups = forked_scripts.run_side_by_side([programs[:6], programs[6:]], folder, imported=[__name__])
+    found = itertools.chain(*groups)
+    return dict(zip(STATUSES, zip(found, found, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("body", STATUSES)

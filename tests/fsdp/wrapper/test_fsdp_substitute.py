@@ -9,13 +9,12 @@ Promises:
 
 import ast
 import importlib
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
+import forked_scripts
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,19 +181,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["option", "environment"])
-def test_run_puts_it_under_a_script_and_its_children(tmp_path, how, monkeypatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    options = ["--runtime"] if how == "option" else []
-    monkeypatch.setenv("FLATPARAM_RUNTIME", "1" if how == "environment" else "")
-    command = [sys.executable, "-m", "flatparam", "run", *options, str(tmp_path / "script.py"), "--runtime"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    ours = "flatparam.fsdp.wrapper.fully_sharded"
-    assert done.stdout.split("\n")[:2] == [f"parent {ours} ['--runtime']", f"child {ours}"]
-
-
+RUN = """
+import os, runpy, sys
+how, path = sys.argv[1:]
+os.environ["FLATPARAM_RUNTIME"] = "1" if how == "environment" else ""
+sys.argv = ["flatparam", "run", *["--runtime"] * (how == "option"), path, "--runtime"]
+runpy.run_module("flatparam", run_name="__main__", alter_sys=True)
+"""
 VERSIONS = """
 import importlib.util, sys, warnings
+sys.path.insert(0, sys.argv[1])  # the trainers
 warnings.simplefilter("always")
 import transformers, flatparam
 with warnings.catch_warnings(record=True) as found:
@@ -209,35 +205,61 @@ with warnings.catch_warnings(record=True) as found:
 messages = [str(warning.message) for warning in found]
 print(*(message for message in messages if "flatparam" in message or "PEFT" in message), sep="\\n")
 """
+OTHERS = {"transformers": "5.24.0", "accelerate": "1.15.0", "lightning": "2.6.0"}
+UNTESTED = {
+    **{"transformers": "99.1.0", "accelerate": "99.2.0", "lightning": "99.3.0"},
+    "peft": TESTED["peft"][0] + ".7",
+}
+TRAINERS = {"untested": UNTESTED, **{version: {**OTHERS, "peft": version} for version in ("0.21.2", "0.22.0")}}
 
 
-def warned_of(tmp_path, versions):
-    """The messages of a program that imports trainers of these versions."""
-    for name, version in versions.items():
-        (tmp_path / f"{name}.py").write_text(f"__version__ = {version!r}\nloaded = globals().get('loaded', 0) + 1\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
-    command = [sys.executable, "-c", VERSIONS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
-    return done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Of all these programs, by their argument: forks of one process, as each would import torch for seconds."""
+    folder = tmp_path_factory.mktemp("ends")
+    (folder / "script.py").write_text(SCRIPT)
+    programs = {how: (RUN, [how, str(folder / "script.py")]) for how in ("option", "environment")}
+    for name, versions in TRAINERS.items():
+        (folder / name).mkdir()
+        for trainer, version in versions.items():
+            text = f"__version__ = {version!r}\nloaded = globals().get('loaded', 0) + 1\n"
+            (folder / name / f"{trainer}.py").write_text(text)
+        programs[name] = VERSIONS, [str(folder / name)]
+    [found] = forked_scripts.run_side_by_side([list(programs.values())], folder)
+    return dict(zip(programs, found, strict=True))
 
 
-def test_a_trainer_of_a_version_that_was_not_tested_is_named(tmp_path):
-    versions = {"transformers": "99.1.0", "accelerate": "99.2.0", "peft": TESTED["peft"][0] + ".7"}
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_run_puts_it_under_a_script_and_its_children(ends, how):
+    assert ends[how].status == 0, ends[how].err
+    ours = "flatparam.fsdp.wrapper.fully_sharded"
+    assert ends[how].out.split("\n")[:2] == [f"parent {ours} ['--runtime']", f"child {ours}"]
+
+
+def warned_of(end):
+    """The messages of a program that imported trainers."""
+    assert end.status == 0, end.err
+    return end.out.splitlines()
+
+
+@pytest.mark.multiprocess
+def test_a_trainer_of_a_version_that_was_not_tested_is_named(ends):
     named = [
         re.search(r"for (\w+ [\d.]+)\. It was tested with (\w+ [\d. and]+):", line)
-        for line in warned_of(tmp_path, {**versions, "lightning": "99.3.0"})
+        for line in warned_of(ends["untested"])
     ]
     expected = [
-        (f"{name} {versions[name]}", f"{name} {' and '.join(TESTED[name])}") for name in ("transformers", "accelerate")
+        (f"{name} {UNTESTED[name]}", f"{name} {' and '.join(TESTED[name])}") for name in ("transformers", "accelerate")
     ]
     assert [match and match.groups() for match in named] == expected
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("version", ["0.21.2", "0.22.0"])
-def test_a_release_that_loses_what_it_saves_is_told_of(tmp_path, version):
+def test_a_release_that_loses_what_it_saves_is_told_of(ends, version):
     """PEFT since 0.21 saves empty adapters: tests/integrations/test_peft.py shows it, and the way that is told."""
-    versions = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": version, "lightning": "2.6.0"}
-    *others, last = warned_of(tmp_path, versions)
+    *others, last = warned_of(ends[version])
     assert last.startswith(f"PEFT {version} saves empty adapters (adapter_model.safetensors without a tensor)")
     assert ["flatparam's FullyShardedDataParallel" in other for other in others] == [True] * (version == "0.22.0")
 
