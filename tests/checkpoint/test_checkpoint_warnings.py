@@ -1,12 +1,10 @@
 """Saves and loads that would go wrong in silence warn, or do not go wrong."""
 
 import datetime
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 
+import forked_scripts
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,26 +45,32 @@ def test_a_failed_save_that_nobody_has_waited_for(tmp_path):
     run_ranks(failing, 2, tmp_path)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_at_the_end_of_the_program(tmp_path, waits):
-    program = f"""
-        import torch
-        from flatparam import checkpoint
-        from flatparam.checkpoint import saving
+PROGRAM = """
+import sys
+import torch
+from flatparam import checkpoint
+from flatparam.checkpoint import saving
 
-        def fail(*arguments):
-            raise OSError("no room")
+def fail(*arguments):
+    raise OSError("no room")
 
-        saving.write_file = fail
-        pending = checkpoint.async_save({str(tmp_path / "one")!r}, torch.nn.Linear(2, 2))
-        try:
-            {"pending.wait()" if waits else "pass"}
-        except checkpoint.CheckpointError as error:
-            print(error)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-    assert done.stderr.count(f"the save to {tmp_path / 'one'} in the background has failed") == (not waits), done.stderr
-    assert ("no room" in done.stdout) == waits
+saving.write_file = fail
+pending = checkpoint.async_save(sys.argv[1], torch.nn.Linear(2, 2))
+try:
+    if sys.argv[2] == "True":
+        pending.wait()
+except checkpoint.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_at_the_end_of_the_program(tmp_path):
+    programs = [(PROGRAM, [str(tmp_path / "one"), str(waits)]) for waits in (False, True)]
+    for waits, end in zip((False, True), forked_scripts.run(programs, tmp_path), strict=True):
+        assert end.status == 0, end.err
+        told = end.err.count(f"the save to {tmp_path / 'one'} in the background has failed")
+        assert told == (not waits), (waits, end.err)
+        assert ("no room" in end.out) == waits, waits
 
 
 def slow(folder):
@@ -84,7 +88,7 @@ def slow(folder):
     assert len(set(counts)) == 1, counts
     store.set_timeout(datetime.timedelta(seconds=2))
     if dist.get_rank() == 1:
-        saving.write_file = lambda *arguments: (time.sleep(5), write(*arguments))[1]
+        saving.write_file = lambda *arguments: (time.sleep(3), write(*arguments))[1]
     checkpoint.save(folder / "one", module)
     saving.write_file = write
     checkpoint.load(folder / "one", module)

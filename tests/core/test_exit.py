@@ -34,7 +34,7 @@ time.sleep(0.5)
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     programs = {code: (f"{BEGIN}\n{code}", []) for code in (*STATUSES, READS)}
-    found = forked_scripts.run(programs.values(), tmp_path_factory.mktemp("ends"), imported=["torch"])
+    found = forked_scripts.run(programs.values(), tmp_path_factory.mktemp("ends"))
     return dict(zip(programs, found, strict=True))
 
 

@@ -1,11 +1,11 @@
 """_C.ModuleParams against callbacks that change things meanwhile, and arguments that lie: nothing half done."""
 
 import gc
-import subprocess
 import sys
 import textwrap
 import weakref
 
+import forked_scripts
 import numpy as np
 import pytest
 import torch
@@ -223,7 +223,7 @@ def test_a_collection_may_look_at_anything_while_views_are_made():
 
 
 @pytest.mark.multiprocess
-def test_nn_module_methods_replaced_before_the_import_are_called():
+def test_nn_module_methods_replaced_before_the_import_are_called(tmp_path):
     program = """
         import torch, torch.nn as nn
         original, seen = nn.Module.__setattr__, []
@@ -240,7 +240,8 @@ def test_nn_module_methods_replaced_before_the_import_are_called():
         unit.register_parameters([weight], [], False)
         assert seen == ["weight", "weight"], seen
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    [done] = forked_scripts.run([(textwrap.dedent(program), [])], tmp_path)
+    assert done.status == 0, done.err
 
 
 class Keeps(nn.Module):

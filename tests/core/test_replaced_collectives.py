@@ -1,9 +1,8 @@
 """A user's replacement of a torch.distributed function is called, also if it was there before the import."""
 
 import json
-import subprocess
-import sys
 
+import forked_scripts
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -63,8 +62,8 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.thorough)])
-def test_a_replaced_collective_is_called(when):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, when], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_replaced_collective_is_called(when, tmp_path):
+    [done] = forked_scripts.run([(SCRIPT, [when])], tmp_path)
+    assert done.status == 0, done.err
     both = ["all", "reduce"]
-    assert json.loads(done.stdout) == {"of_the_runtime": both, "of_the_dropin": both, "of_layer_zero": ["all"]}
+    assert json.loads(done.out) == {"of_the_runtime": both, "of_the_dropin": both, "of_layer_zero": ["all"]}

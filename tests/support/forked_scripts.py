@@ -1,27 +1,48 @@
 """Programs that run and end as scripts do, in forks of one process that has imported torch, which takes seconds."""
 
+import contextlib
 import itertools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 240.0  # seconds that the programs of a call may take
 
-IMPORTED = ("torch", "torch._dynamo", "torch.distributed.fsdp")
-_STARTER = """
+_SERVER = """
 import gc, importlib, itertools, json, os, sys
-for name in json.loads(sys.argv[2]):
-    importlib.import_module(name)
-gc.collect()
-gc.freeze()  # a script that ends would look through all of torch several times, for half of a second
+import torch, torch._dynamo, torch.distributed.fsdp
 
-def start_all():
-    \"\"\"Return the program of a child, and nothing in the parent.\"\"\"
+def freeze():
+    \"\"\"Else a script that ends would look through all of torch several times, for half of a second.\"\"\"
+    gc.collect()
+    gc.freeze()
+
+def fork_for_each_call():
+    \"\"\"Return, in a child, what to run. The server itself ends with its input.\"\"\"
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            return fork_for_each_program(**json.loads(line))
+        os.write(1, b"%d\\n" % os.waitpid(child, 0)[1])
+    os._exit(0)
+
+def fork_for_each_program(groups, folder, environment, path, imported):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    for name in imported:
+        importlib.import_module(name)
+    freeze()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     numbers = itertools.count()
-    for programs in json.loads(sys.argv[1]):
+    for programs in groups:
         children = {}
         for program, arguments in programs:
             i = next(numbers)
@@ -35,10 +56,12 @@ def start_all():
         for i, child in children.items():
             with open(f"{i}.status", "w") as file:
                 file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    os._exit(0)
 
-if program := start_all():
-    exec(program, {"__name__": "__main__"})
+freeze()
+exec(fork_for_each_call(), {"__name__": "__main__"})
 """
+_server = None
 
 
 class End(NamedTuple):
@@ -47,20 +70,33 @@ class End(NamedTuple):
     err: str
 
 
-def run(programs, folder, imported=IMPORTED):
-    """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends.
+def run(programs, folder):
+    """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends."""
+    return [end for (end,) in run_side_by_side([[program] for program in programs], folder)]
 
-    ``imported``: the modules that the process has imported of which they are forks.
+
+def run_side_by_side(groups, folder, imported=()):
+    """The same for groups of programs, one group after the other; return the ends in the same groups.
+
+    ``imported``: modules to import before the programs are forked.
     """
-    return [end for (end,) in run_side_by_side([[program] for program in programs], folder, imported)]
-
-
-def run_side_by_side(groups, folder, imported=IMPORTED):
-    """The same for groups of programs, one group after the other; return the ends in the same groups."""
-    command = [sys.executable, "-c", _STARTER, json.dumps(groups), json.dumps(imported)]
+    global _server
     # The tree's own build first: these processes do not preload the runtime of a sanitizer
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
+    path = [str(ROOT), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    if _server is None:
+        ways = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        _server = subprocess.Popen([sys.executable, "-c", _SERVER], env=environment, **ways)
+    call = {"groups": groups, "folder": str(folder), "environment": environment, "path": path, "imported": imported}
+    _server.stdin.write(json.dumps(call).encode() + b"\n")
+    _server.stdin.flush()
+    ready, _, _ = select.select([_server.stdout], [], [], LONGEST)
+    ended = _server.stdout.readline() if ready else b"not in time"
+    if ended != b"0\n":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_server.pid, signal.SIGKILL)
+        _server = None
+    assert ended == b"0\n", ended
     numbers = itertools.count()
     return [[_end_of(folder, next(numbers)) for _ in group] for group in groups]
 

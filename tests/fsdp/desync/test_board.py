@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import forked_scripts
 import pytest
 import torch.distributed as dist
 from gloo import fake_world
@@ -129,15 +130,14 @@ def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
     assert board.said() == {}
 
 
-def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before():
+def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before(tmp_path):
     before = clock()
     program = (
         "import time; now = time.clock_gettime(time.CLOCK_BOOTTIME); time.sleep(0.2)\n"
         "from flatparam.fsdp.desync import liveness; print(now, liveness._here.life.since)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    began, since = map(float, found.stdout.split())
+    [found] = forked_scripts.run([(program, [])], tmp_path)
+    began, since = map(float, found.out.split())
     assert before - 0.1 < since <= began
 
 
