@@ -289,7 +289,7 @@ def fails_and_goes_on(how):
     "how", ["all", "all, at the end", "at the end", "another graph's", "another graph's inside", "again"]
 )
 def test_nobody_is_told(how):
-    run_ranks(fails_and_goes_on, 2, how)
+    simulate_ranks(fails_and_goes_on, 2, how)
 
 
 def one_comes_back():

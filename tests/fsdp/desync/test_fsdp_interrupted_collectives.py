@@ -10,6 +10,7 @@ Promises:
 
 import contextlib
 import functools
+import itertools
 import re
 import time
 
@@ -17,7 +18,7 @@ import pytest
 import simulated
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from gloo import note, run_ranks
 from interrupting import Interrupted
 from torch import nn
 
@@ -186,23 +187,38 @@ def in_a_hook(model, optimizer):
 KEPT = "rank 1 raised before it issued a collective that rank 0 "
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO_1"])
-@pytest.mark.parametrize(
-    ("scenario", "expected"),
-    [
-        (in_a_question, KEPT + r".*`layers\.\d`, in step 1"),
-        (in_clipping, KEPT + "clips the gradients of .*, in step 4"),
-        (on_one_alone, KEPT + "clips the gradients of .*, in step 4"),
-        (where_the_other_one_asks_too, KEPT + r".*`layers\.\d`, in step 5"),
-        (as_it_begins, "rank 1 was interrupted while it issued a collective; it is unknown"),
-        (in_a_hook, "rank [01] was interrupted while it issued a collective; it is unknown"),
-        (and_the_next_one, "exceptions have kept the ranks from different collectives"),
-    ],
-)
-def test_all_ranks_are_told_that_one_has_missed_what_another_has_begun(scenario, expected, strategy):
-    results = run_ranks(told, 2, scenario, strategy, timeout=60.0)
-    for text, seconds in results:
-        assert re.search(expected, text), text
+STRATEGIES = ("FULL_SHARD", "ZERO_1")
+EXPECTED = {
+    in_a_question: KEPT + r".*`layers\.\d`, in step 1",
+    in_clipping: KEPT + "clips the gradients of .*, in step 4",
+    on_one_alone: KEPT + "clips the gradients of .*, in step 4",
+    where_the_other_one_asks_too: KEPT + r".*`layers\.\d`, in step 5",
+    as_it_begins: "rank 1 was interrupted while it issued a collective; it is unknown",
+    in_a_hook: "rank [01] was interrupted while it issued a collective; it is unknown",
+    and_the_next_one: "exceptions have kept the ranks from different collectives",
+}
+
+
+def each_told():
+    found = {}
+    for scenario, strategy in itertools.product(EXPECTED, STRATEGIES):
+        note(f"{scenario.__name__} with {strategy}")
+        found[scenario.__name__, strategy] = told(scenario, strategy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def what_ranks_were_told():
+    """In one world: each case has a group of its own."""
+    return run_ranks(each_told, 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_all_ranks_are_told_that_one_has_missed_what_another_has_begun(what_ranks_were_told, scenario, strategy):
+    for of_rank in what_ranks_were_told:
+        text, seconds = of_rank[scenario.__name__, strategy]
+        assert re.search(EXPECTED[scenario], text), text
         assert seconds < SOON
 
 
@@ -246,7 +262,8 @@ def going_on(first, then, late, away, where="in the next question"):
 
     There rank 0 comes to it ``late``, and is ``away`` after it, in seconds.
     """
-    [model, optimizer], [other, of_other] = made(), made()
+    group = dist.new_group()
+    [model, optimizer], [other, of_other] = (made(process_group=group) for _ in range(2))
     if first != "in a question":
         for _ in range(3):
             step(model, optimizer, clip=True)
@@ -264,23 +281,30 @@ def going_on(first, then, late, away, where="in the next question"):
             assert torch.equal(param, expected)
 
 
+WAYS = [  # how often, how late, how long away, and where
+    *((n, 0.0, 0.0) for n in (1, 2, 3)),
+    (6, 0.4, 0.0),
+    (2, 0.0, 2.0),
+    (2, 0.0, 2.0, "as it says what it has missed"),
+]
+
+
+def each_going_on(first):
+    for way in WAYS:
+        note(way)
+        going_on(first, *way)
+
+
 @pytest.mark.parametrize("first", ["in a question", "in clipping"])
-@pytest.mark.parametrize(
-    ("then", "others"),
-    [
-        *((n, (0.0, 0.0)) for n in (1, 2, 3)),
-        (6, (0.4, 0.0)),
-        (2, (0.0, 2.0)),
-        (2, (0.0, 2.0, "as it says what it has missed")),
-    ],
-)
-def test_what_all_ranks_have_missed_they_go_on_after(first, then, others):
-    run_ranks(going_on, 2, first, then, *others, timeout=60.0)
+def test_what_all_ranks_have_missed_they_go_on_after(first):
+    run_ranks(each_going_on, 2, first)
 
 
 def failing(late):
     """Each rank's first reduction raises, by code of the user, late on rank 1."""
-    model, optimizer = made()
+    note(f"{late} s late")
+    model, optimizer = made(process_group=dist.new_group())
+    group = model.process_group
     failed = []
 
     def hook(state, gradient, output):
@@ -288,7 +312,7 @@ def failing(late):
             failed.append(True)
             time.sleep(late * dist.get_rank())
             raise ValueError("not yet")
-        dist.reduce_scatter_tensor(output, gradient)
+        dist.reduce_scatter_tensor(output, gradient, group=group)
 
     model.register_comm_hook(None, hook)
     with pytest.raises(ValueError, match="not yet"):
@@ -297,14 +321,19 @@ def failing(late):
         step(model, optimizer)
 
 
-@pytest.mark.parametrize("late", [0.0, 0.4, 1.5])
-def test_what_fails_on_all_ranks_they_go_on_after_whoever_is_first(late):
-    run_ranks(failing, 2, late, timeout=60.0)
+def each_failing():
+    for late in (0.0, 0.4, 1.5):
+        failing(late)
+
+
+def test_what_fails_on_all_ranks_they_go_on_after_whoever_is_first():
+    run_ranks(each_failing, 2, timeout=60.0)
 
 
 def counted(on):
-    """A user's own function around torch's gathers, on one rank."""
-    model, optimizer = made()
+    """A user's own function around torch's gathers, on some ranks."""
+    note(f"on {on}")
+    model, optimizer = made(process_group=dist.new_group())
     step(model, optimizer)
     names = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
     before = {name: getattr(dist, name) for name in names}
@@ -319,6 +348,10 @@ def counted(on):
         assert all(torch.equal(state[name], value) for name, value in values[0].items())
 
 
-@pytest.mark.parametrize("on", [(0,), (0, 1)])
-def test_what_functions_of_the_user_begin_is_begun(on):
-    run_ranks(counted, 2, on, timeout=60.0)
+def each_counted():
+    for on in ((0,), (0, 1)):
+        counted(on)
+
+
+def test_what_functions_of_the_user_begin_is_begun():
+    run_ranks(each_counted, 2, timeout=60.0)

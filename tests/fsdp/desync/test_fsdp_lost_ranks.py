@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks, say, wait_until_said
+from simulated_ranks import simulate_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -258,7 +259,7 @@ def catch(how):
 
 def test_what_one_rank_catches_is_told_to_those_who_wait_for_it():
     """Within a second or two after 2 s, on a machine that is not busy; the time-out is a minute."""
-    others = run_ranks(catch_and_say, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
+    others = simulate_ranks(catch_and_say, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
     for text, seconds in (others[0], others[2]):
         assert re.match(RAISED.replace("rank 0", "rank 1").replace("has ended", "has not gone on since"), text), others
         assert 1.9 < seconds < 15.0
@@ -272,4 +273,4 @@ def catch_and_say():
 
 
 def test_what_all_ranks_catch_is_told_to_nobody():
-    assert run_ranks(catch, 2, "all") == [("nothing", 0.0)] * 2
+    assert simulate_ranks(catch, 2, "all") == [("nothing", 0.0)] * 2
