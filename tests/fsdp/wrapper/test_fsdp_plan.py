@@ -8,10 +8,9 @@ Promises:
   `test_an_error_of_one_rank_of_a_grid_is_told_to_all`
 """
 
+import ctypes
 import dataclasses
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 
 import pytest
@@ -24,28 +23,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from flatparam import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision, ShardingStrategy
 
-PEAK = """
-import sys
-sys.path.insert(0, "tests/support")
-import torch
-from torch import nn
-from gloo import fake_world
-from torch.distributed.device_mesh import init_device_mesh
-from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision, BackwardPrefetch
-
-strategy, _, reduction = sys.argv[1].partition(" ")
-low, prefetch, whole = sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
-kind = sys.argv[5]  # a backward added to an earlier one, one alone, or micro-batches in no_sync
-small = 2**25 if sys.argv[6:] else 0  # two or three units are gathered as one
+M_MMAP_THRESHOLD, M_PERTURB = -3, -6  # of glibc's mallopt
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Scale(nn.Module):
-    def __init__(self):
+    """Not ``even``: a quarter of the shards is padding, where they cut no parameter."""
+
+    def __init__(self, even):
         super().__init__()
-        small = 2**19 if whole else 2**20  # then a quarter of the shards is padding
+        small = 2**20 if even else 2**19
         self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(n)) for n in (2**20, 2**20, small, small))
 
     def forward(self, x):
@@ -57,24 +47,41 @@ def status(key):
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-torch.set_num_threads(1)
-with fake_world(4):
-    settings = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch else None,
-        "atomic": torch.Tensor.numel if whole else None,
-        "min_unit_bytes": small,
-        "reduction": reduction or None,
-        "device_mesh": init_device_mesh("cpu", (2, 2)) if "HYBRID" in strategy or "LAYER" in strategy else None,
-    }
-    tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
-    tiny(torch.ones(1, 1)).sum().backward()
-    before = status("VmRSS")
-    model = FSDP(nn.Sequential(*(FSDP(Scale(), **settings) for _ in range(6))), **settings)
-    plan = model.memory_plan(optimizer_bytes=0)
-    with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")
+def peak(strategy, low, prefetch, even, kind, small=""):
+    """The bytes that this process takes for two steps, and those planned.
+
+    ``kind``: of a backward added to an earlier one, one alone, or micro-batches in no_sync. ``small``: two or three
+    units are gathered as one.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 65536)
+    if small:  # units wait for their values in memory that nobody has written to: it counts
+        libc.mallopt(M_PERTURB, 85)
+    torch.set_num_threads(1)
+    strategy, _, reduction = strategy.partition(" ")
+    with fake_world(4):
+        settings = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "mixed_precision": MIXED if low == "low" else None,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch == "prefetch" else None,
+            "atomic": torch.Tensor.numel if even == "whole" else None,
+            "min_unit_bytes": 2**25 if small else 0,
+            "reduction": reduction or None,
+            "device_mesh": init_device_mesh("cpu", (2, 2)) if "HYBRID" in strategy or "LAYER" in strategy else None,
+        }
+        tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
+        tiny(torch.ones(1, 1)).sum().backward()
+        before = status("VmRSS")
+        model = FSDP(nn.Sequential(*(FSDP(Scale(even == "even"), **settings) for _ in range(6))), **settings)
+        plan = model.memory_plan(optimizer_bytes=0)
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")
+        train_twice(model, kind)
+        planned = {"added": plan.peak, "alone": plan.peak_alone, "kept": plan.peak_no_sync}
+        return status("VmHWM") - before, planned[kind]
+
+
+def train_twice(model, kind):
     for _ in range(2):
         for _ in range(2 if kind == "kept" else 0):
             with model.no_sync():
@@ -82,9 +89,6 @@ with fake_world(4):
         model(torch.ones(1)).backward()
         if kind != "added":
             model.zero_grad()
-    planned = {"added": plan.peak, "alone": plan.peak_alone, "kept": plan.peak_no_sync}
-    print(status("VmHWM") - before, planned[kind])
-"""
 
 
 @pytest.mark.sweep(3)
@@ -122,12 +126,9 @@ with fake_world(4):
     ids="-".join,
 )
 def test_the_plan_is_what_a_process_takes(settings):
-    arguments = [sys.executable, "-c", PEAK, *settings]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.getcwd()}
-    if "small" in settings:  # units wait for their values in memory that nobody has written to: it counts
-        environment["MALLOC_PERTURB_"] = "85"
-    printed = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True).stdout
-    measured, planned = map(int, printed.split())
+    """A process of its own, of the fork server that gloo.py has had import torch."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        measured, planned = pool.apply(peak, settings)
     assert measured == pytest.approx(planned, rel=0.05), (measured / 2**20, planned / 2**20)
 
 
