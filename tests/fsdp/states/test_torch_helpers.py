@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from equality import pairwise
 from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from simulated_ranks import simulate_ranks
@@ -59,15 +60,40 @@ def alike(one, other, path=""):
         assert equal(local(one), local(other)), (path, one, other)
 
 
-def helpers(uo, meshed):
+KINDS = {  # full_state_dict, broadcast_from_rank0
+    "sharded": (False, False),
+    "full": (True, False),
+    "broadcast": (True, True),
+}
+FACTORS = {
+    "uo": (False, True),
+    "meshed": (False, True),
+    "kind": tuple(KINDS),
+    "cpu_offload": (False, True),
+    "flatten_optimizer_state_dict": (False, True),
+}
+EVERY = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+# And in every pair what torch's class can be asked for: see below
+OF_TORCH = pairwise({**FACTORS, "uo": (False,), "cpu_offload": (False,)})
+
+
+def built(case):
+    return case["uo"], case["meshed"]
+
+
+def helpers(cases):
+    for (uo, meshed), settings in itertools.groupby(sorted(cases, key=built), built):
+        of_one_model(uo, meshed, settings)
+
+
+def of_one_model(uo, meshed, cases):
     settings = {"use_orig_params": uo, **({"device_mesh": init_device_mesh("cpu", (2,))} if meshed else {})}
     ours, torchs = wrap_blocks(make(), **settings), theirs(make(), **settings)
     optimizer, torchs_optimizer = trained(ours), trained(torchs)
-    flags = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict")
-    for values in itertools.product([False, True], repeat=4):
-        options = StateDictOptions(**dict(zip(flags, values, strict=True)))
-        if options.broadcast_from_rank0 and not options.full_state_dict:
-            continue
+    for case in cases:
+        full, broadcast = KINDS[case["kind"]]
+        rest = {name: case[name] for name in ("cpu_offload", "flatten_optimizer_state_dict")}
+        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, **rest)
         note(f"uo={uo} mesh={meshed} {options}")
         model_state, optim_state = get_state_dict(ours, optimizer, options=options)
         alike(model_state, get_model_state_dict(ours, options=options))
@@ -94,11 +120,12 @@ def helpers(uo, meshed):
                 alike(dict(other.state_dict()), dict(ours.state_dict()))
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("uo", "meshed"), itertools.product([False, True], repeat=2))
-def test_helpers_give_what_torchs_class_gives(uo, meshed):
-    run_ranks(helpers, 2, uo, meshed)
+@pytest.mark.parametrize(
+    "cases", [[*pairwise(FACTORS), *OF_TORCH], pytest.param(EVERY, marks=pytest.mark.thorough)], ids=len
+)
+def test_helpers_give_what_torchs_class_gives(cases):
+    run_ranks(helpers, 2, cases)
 
 
 def asked_for():

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import simulated
 import torch
+from equality import pairwise
 from fsdp_models import data, full_grads, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from torch.distributed.fsdp._runtime_utils import _lazy_init
@@ -19,6 +20,8 @@ from flatparam import MixedPrecision, ShardingStrategy
 CPU = torch.device("cpu")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 LOW = MixedPrecision(param_dtype=torch.bfloat16)
+FACTORS = {"strategy": STRATEGIES, "use_orig_params": (False, True), "precision": ("whole", "low")}
+EVERY = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def trained(model, device, away=None):
         return seen + [param.detach().cpu().clone() for param in model.parameters()]
 
 
-def moved_for_real(library):
+def moved_for_real(library, cases):
     device = simulated.use(library)
     sim, on_sim = torch.device("sim", 0), simulated.new_group()
     empty = device.memory()[0]
@@ -81,8 +84,10 @@ def moved_for_real(library):
         assert all(param.device == sim and (param.grad is None or param.grad.device == sim) for param in params)
         assert [id(param) for param in model.parameters()] == [id(param) for param in params]
 
-    for strategy, uo, mixed in itertools.product(STRATEGIES, (False, True), (None, LOW)):
-        note(f"{strategy} {uo} {mixed}")
+    for case in cases:
+        note(case)
+        strategy, uo, precision = case.values()
+        mixed = LOW if precision == "low" else None
         ways = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, "mixed_precision": mixed}
         wanted = trained(wrap_blocks(make(), **ways), CPU)
         model = wrap_blocks(make(), process_group=on_sim, device_id=sim, **ways)
@@ -129,5 +134,6 @@ def test_a_moved_model_runs_where_it_is(library):
 
 
 @pytest.mark.multiprocess
-def test_shards_and_gradients_are_moved_and_come_back(library):
-    run_ranks(moved_for_real, 2, library)
+@pytest.mark.parametrize("cases", [pairwise(FACTORS), pytest.param(EVERY, marks=pytest.mark.thorough)], ids=len)
+def test_shards_and_gradients_are_moved_and_come_back(library, cases):
+    run_ranks(moved_for_real, 2, library, cases)

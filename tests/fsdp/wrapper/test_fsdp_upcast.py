@@ -12,6 +12,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from equality import pairwise
 from fsdp_models import make
 from gloo import note, run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -57,7 +58,7 @@ def full_state(model):
         return model.state_dict()
 
 
-def trained(model, dtype, steps=3):
+def trained(model, dtype, steps=2):
     """All that is seen of some steps: losses, and the parameters and their gradients, with their dtypes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seen = []
@@ -82,9 +83,14 @@ def same(found, expected):
         assert torch.equal(one, other)
 
 
-def as_torchs(uo):
-    for weights, mixed in itertools.product(WEIGHTS, PRECISIONS):
-        note(f"{weights} {mixed}")
+FACTORS = {"weights": WEIGHTS, "mixed": PRECISIONS, "uo": (False, True)}
+EVERY = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+
+
+def as_torchs(cases):
+    for case in cases:
+        note(case)
+        weights, mixed, uo = case.values()
         seen, states = {}, {}
         for kind in ("torch", "dropin", "runtime"):
             with under(kind):
@@ -227,6 +233,6 @@ def test_other_upcasts(body, uo):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("uo", [False, True])
-def test_upcast_models_train_as_torchs(uo):
-    run_ranks(as_torchs, 2, uo)
+@pytest.mark.parametrize("cases", [pairwise(FACTORS), pytest.param(EVERY, marks=pytest.mark.thorough)], ids=len)
+def test_upcast_models_train_as_torchs(cases):
+    run_ranks(as_torchs, 2, cases)
