@@ -14,6 +14,7 @@ from checkpoints import STRATEGIES, adam, differing, full_state, train, wrapped
 from fsdp_models import make
 from gloo import note, run_ranks
 from layer_zero_ranks import layer_zero
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -96,7 +97,7 @@ def other_groups(folder):
 
 
 def test_layer_zero_over_other_groups(tmp_path):
-    run_ranks(other_groups, 4, tmp_path)
+    simulate_ranks(other_groups, 4, tmp_path)
     index = json.loads((tmp_path / "0" / "checkpoint.json").read_text().splitlines()[1])
     assert index["world_size"] == 4
     unit = index["units"][0]

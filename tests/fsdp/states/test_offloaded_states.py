@@ -68,11 +68,11 @@ def functions(folder, library, uo):
     group = simulated.new_group()
     there = {"process_group": group, "cpu_offload": CPUOffload(True), "device_id": sim}
 
-    def pair(seed=0):
-        models = [wrap_blocks(make(seed=seed), use_orig_params=uo, **more) for more in (there, {})]
-        return models, [adam(model) for model in models]
+    def built(seed, **more):
+        model = wrap_blocks(make(seed=seed), use_orig_params=uo, **more)
+        return model, adam(model)
 
-    models, optimizers = pair()
+    models, optimizers = zip(built(0, **there), built(0), strict=True)
     for model, optimizer, device in zip(models, optimizers, (sim, cpu), strict=True):
         train(model, optimizer, device, range(2))
     (model, plain), (optimizer, wanted) = models, optimizers
@@ -95,7 +95,7 @@ def functions(folder, library, uo):
     def fits(way, state):
         note(f"{uo} {way}")
         on_host(state)
-        (other, _), (its, _) = pair(seed=3)
+        other, its = built(3, **there)
         its.load_state_dict(copy.deepcopy(state))
         on_host(its.state_dict())
         assert_alike(FSDP.full_optim_state_dict(other, its, rank0_only=False), full, way)
@@ -133,7 +133,7 @@ def functions(folder, library, uo):
     expected = FSDP.full_optim_state_dict(plain, wanted, rank0_only=False)
     for path in ("one", "two", "host"):
         note(f"{uo} {path}")
-        (other, _), (its, _) = pair(seed=4)
+        other, its = built(4, **there)
         checkpoint.load(folder / path, other, its)
         on_host(its.state_dict())
         train(other, its, sim, range(2, 4))
