@@ -8,9 +8,8 @@ Promises:
 import contextlib
 import io
 import itertools
-import subprocess
-import sys
 
+import forked_scripts
 import pytest
 import torch
 import torch.distributed as dist
@@ -327,10 +326,11 @@ def test_commands_show_verify_and_export(tmp_path):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    process = [sys.executable, "-m", "flatparam", "checkpoint", "verify", str(tmp_path / "one")]
-    done = subprocess.run(process, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"{damaged}: is damaged" in done.stderr
+    as_main = "import runpy; runpy.run_module('flatparam', run_name='__main__', alter_sys=True)"
+    (tmp_path / "ends").mkdir()
+    [done] = forked_scripts.run([(as_main, ["checkpoint", "verify", str(tmp_path / "one")])], tmp_path / "ends")
+    assert done.status == 1
+    assert f"{damaged}: is damaged" in done.err
     assert command("show", tmp_path / "nowhere")[0] == 1
     assert command("look")[0] == 2
 
