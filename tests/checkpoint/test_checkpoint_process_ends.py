@@ -59,7 +59,7 @@ def save_last(rank, folder):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     module, write = FSDP(linear()), saving.write_file
     if rank == 1:
-        saving.write_file = lambda *arguments: (time.sleep(6.0), write(*arguments))[1]
+        saving.write_file = lambda *arguments: (time.sleep(4.0), write(*arguments))[1]
     checkpoint.async_save(folder / "last", module)
 
 
