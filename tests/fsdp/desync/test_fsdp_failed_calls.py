@@ -350,7 +350,7 @@ def one_raises_again():
 
 
 def test_a_rank_that_raises_again_is_not_taken_for_one_that_is_slow():
-    (text, seconds), _ = run_ranks(one_raises_again, 2, environment={"FLATPARAM_HEARTBEAT": "0"})
+    (text, seconds), _ = simulate_ranks(one_raises_again, 2, environment={"FLATPARAM_HEARTBEAT": "0"})
     assert re.match(r"rank 1 has raised an error of its own in .* and has not gone on since: ", text)
     assert "expected the new data of parameter" in text
     assert 1.9 < seconds < 8.0
