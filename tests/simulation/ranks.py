@@ -51,6 +51,7 @@ class _World:
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.group_count = 0
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state, self.comms = {}, {}, {}, []
+        self.pg_flight_recorder_hooks = {}  # new in torch 2.15
         self.registered = []  # names of groups
 
 
