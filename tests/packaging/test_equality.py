@@ -9,6 +9,7 @@ import itertools
 import equality
 import pytest
 from gloo import run_ranks
+from pairs import pairwise
 
 
 def test_every_pair_of_values_occurs():
@@ -17,17 +18,17 @@ def test_every_pair_of_values_occurs():
         {"a": (1,), "b": (1, 2)},
         {"a": (1, 2, 3), "b": (1, 2), "c": (1, 2), "d": (3, 4)},
     ):
-        rows = equality.pairwise(factors)
+        rows = pairwise(factors)
         for a, b in itertools.combinations(factors, 2):
             assert {(row[a], row[b]) for row in rows} == set(itertools.product(factors[a], factors[b])), (a, b)
         assert all(list(row) == list(factors) for row in rows)
-        assert rows == equality.pairwise(factors)
-    assert len(equality.pairwise(equality.FACTORS)) <= 34  # 28 at least
+        assert rows == pairwise(factors)
+    assert len(pairwise(equality.FACTORS)) <= 34  # 28 at least
 
 
 @pytest.mark.multiprocess
 def test_two_ranks_train_bit_for_bit_as_one_and_as_torch():
-    cases = equality.pairwise(equality.FACTORS)
+    cases = pairwise(equality.FACTORS)
     compared = 0
     for of_rank in run_ranks(equality.measure, 2, cases, 2):
         for case, (to_plain, to_torch) in zip(cases, of_rank, strict=True):
@@ -52,7 +53,7 @@ def test_four_ranks_train_as_one_within_bounds():
 def test_the_document_has_these_cases():
     lines = [line.split(" | ") for line in equality.DOCS.read_text().splitlines() if line.startswith("| ")]
     lines = [[cell.strip("| ") for cell in line] for line in lines]
-    for ranks, cases in ((2, equality.pairwise(equality.FACTORS)), (4, equality.cases_of_four())):
+    for ranks, cases in ((2, pairwise(equality.FACTORS)), (4, equality.cases_of_four())):
         for line in equality.table(cases, [(0.0, 0.0)] * len(cases), ("to unsharded", "to torch FSDP1")[: 4 // ranks]):
             cells = [cell.strip("| ") for cell in line.split(" | ")]
             width = len(cells) - 4 // ranks

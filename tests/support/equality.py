@@ -6,7 +6,6 @@ tests/packaging/test_equality.py runs the same.
 
 import argparse
 import copy
-import itertools
 import pathlib
 import sys
 
@@ -14,6 +13,7 @@ import torch
 from fsdp_models import Model, data, full_grads, full_params, loss_of, wrap_blocks
 from gloo import note, run_ranks
 from layer_zero_ranks import pair
+from pairs import pairwise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,34 +65,6 @@ TORCHS = {"ZERO_1": "SHARD_GRAD_OP", "HYBRID_SHARD": "NO_SHARD"} | dict.fromkeys
 GRIDS = {"HYBRID_SHARD": (2, 1), "_HYBRID_SHARD_ZERO2": (1, 2)}  # replicas and shards of two ranks
 # Of differences over the largest value, where sums are taken in another order: some roundings in the wire's dtype.
 BOUNDS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-6}
-
-
-def pairwise(factors):
-    """Few rows, dicts of a value for each factor, in which every pair of values of two factors occurs."""
-    names = list(factors)
-    open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
-
-    def gained(row, name, value):
-        pairs = (
-            (a, row[a], name, value) if names.index(a) < names.index(name) else (name, value, a, row[a]) for a in row
-        )
-        return sum(pair in open_pairs for pair in pairs)
-
-    def place(pair):
-        return [(names.index(pair[i]), factors[pair[i]].index(pair[i + 1])) for i in (0, 2)]
-
-    rows = []
-    while open_pairs:
-        a, x, b, y = min(open_pairs, key=place)
-        row = {a: x, b: y}
-        for name in names:
-            if name not in row:
-                values = factors[name]
-                first = len(rows) % len(values)  # of equally good ones another each time
-                row[name] = max(values[first:] + values[:first], key=lambda value, n=name, r=row: gained(r, n, value))
-        open_pairs -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
-        rows.append({name: row[name] for name in names})
-    return rows
 
 
 class Recomputed(nn.Module):

@@ -1,4 +1,7 @@
-"""Few of many cases, in which each pair of values occurs: what a test runs instead of all, which is marked thorough."""
+"""Few of many cases, in which each pair of values occurs: what a test runs instead of all, which is marked thorough.
+
+``cover`` chooses among given cases, and ``pairwise`` among all combinations, of which it makes fewer.
+"""
 
 import collections
 import itertools
@@ -22,3 +25,31 @@ def cover(cases):
         used.update(values[best])
         left -= pairs[best]
     return chosen
+
+
+def pairwise(factors):
+    """Few rows, dicts of a value for each factor, in which every pair of values of two factors occurs."""
+    names = list(factors)
+    open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+
+    def gained(row, name, value):
+        pairs = (
+            (a, row[a], name, value) if names.index(a) < names.index(name) else (name, value, a, row[a]) for a in row
+        )
+        return sum(pair in open_pairs for pair in pairs)
+
+    def place(pair):
+        return [(names.index(pair[i]), factors[pair[i]].index(pair[i + 1])) for i in (0, 2)]
+
+    rows = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs, key=place)
+        row = {a: x, b: y}
+        for name in names:
+            if name not in row:
+                values = factors[name]
+                first = len(rows) % len(values)  # of equally good ones another each time
+                row[name] = max(values[first:] + values[:first], key=lambda value, n=name, r=row: gained(r, n, value))
+        open_pairs -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
+        rows.append({name: row[name] for name in names})
+    return rows

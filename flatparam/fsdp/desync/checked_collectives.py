@@ -75,9 +75,8 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GroupTrace | None:
 
 
 def _end_after_fork() -> None:
-    for of_group in _traces.values():
-        for trace in filter(None, of_group.values()):
-            trace.end_after_fork()
+    for trace in filter(None, [trace for of_group in _traces.values() for trace in of_group.values()]):
+        trace.end_after_fork()
 
 
 os.register_at_fork(after_in_child=_end_after_fork)
