@@ -221,6 +221,7 @@ class _Simulated:
         self.module.capturing(True)
         with contextlib.suppress(ZeroDivisionError, RuntimeError):
             call(*arguments)
+            raise AssertionError("it raised nothing")
         self.synchronize()
         self.module.capturing(False)
 
