@@ -129,7 +129,7 @@ MUTATIONS = (
         (
             (
                 CHECKED,
-                "[trace for trace in troubled if trace.world() in (None, world)] if troubled else ():",
+                "list(filter(_is_of_this_rank, troubled)) if troubled else ():",
                 "list(troubled):",
             ),
         ),
