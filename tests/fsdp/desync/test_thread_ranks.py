@@ -6,6 +6,7 @@ Promises:
   `test_a_destroyed_world_leaves_the_beginning_of_others`
 - a rank that goes on withdraws its own report of an exception, and no other's:
   `test_a_rank_that_goes_on_withdraws_no_report_of_another`
+- a rank whose backward fails reports that in its own name alone: `test_a_backward_that_fails_is_reported_by_its_rank`
 """
 
 import os
@@ -18,10 +19,12 @@ import torch.distributed as dist
 from gloo import run_ranks
 from thread_ranks import forget_world, in_threads, make_world
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp import OrderError
 from flatparam.fsdp.desync import liveness
+from flatparam.fsdp.desync.checked_collectives import trace_of, troubled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -143,3 +146,27 @@ def test_a_rank_that_goes_on_withdraws_no_report_of_another():
     message = run_ranks(in_threads, 1, catch_one, 2)[0][0]
     assert "rank 1 has raised an error of its own" in message
     assert "has not gone on since: ValueError: batch 17 is bad" in message
+
+
+def fail_one(rank, ranks):
+    """A backward of rank 1 fails behind a checkpoint, which may lead to any model; return whether this rank reports."""
+    model = FSDP(nn.Linear(4, 4), check_values=False)  # as above
+    model(torch.ones(2, 4)).sum().backward()
+    ranks.meet()
+    if rank == 1:
+
+        def fail(*args):
+            raise ValueError("batch 17 is bad")
+
+        loss = checkpoint(torch.tanh, torch.ones(2, requires_grad=True), use_reentrant=True).sum()
+        loss.register_hook(fail)
+        with pytest.raises(ValueError, match="batch 17"):
+            loss.backward()
+    ranks.meet()
+    reports = trace_of(model.process_group, torch.device("cpu")) in troubled
+    ranks.meet()
+    return reports
+
+
+def test_a_backward_that_fails_is_reported_by_its_rank():
+    assert run_ranks(in_threads, 1, fail_one, 2)[0] == [False, True]
