@@ -34,6 +34,7 @@ def fork_for_each_call():
 
 def fork_for_each_program(groups, folder, environment, path, imported):
     os.chdir(folder)
+    os.dup2(os.open("call.err", os.O_CREAT | os.O_WRONLY), 2)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
@@ -88,15 +89,18 @@ def run_side_by_side(groups, folder, imported=()):
         ways = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
         _server = subprocess.Popen([sys.executable, "-c", _SERVER], env=environment, **ways)
     call = {"groups": groups, "folder": str(folder), "environment": environment, "path": path, "imported": imported}
-    _server.stdin.write(json.dumps(call).encode() + b"\n")
-    _server.stdin.flush()
-    ready, _, _ = select.select([_server.stdout], [], [], LONGEST)
-    ended = _server.stdout.readline() if ready else b"not in time"
-    if ended != b"0\n":
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(_server.pid, signal.SIGKILL)
-        _server = None
-    assert ended == b"0\n", ended
+    ended = b"not in time"
+    try:
+        _server.stdin.write(json.dumps(call).encode() + b"\n")
+        _server.stdin.flush()
+        if select.select([_server.stdout], [], [], LONGEST)[0]:
+            ended = _server.stdout.readline()
+    finally:
+        if ended != b"0\n":  # also where an exception of pytest ends this: the next call would take this one's answer
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(_server.pid, signal.SIGKILL)
+            _server = None
+    assert ended == b"0\n", (ended, *(path.read_text() for path in Path(folder).glob("call.err")))
     numbers = itertools.count()
     return [[_end_of(folder, next(numbers)) for _ in group] for group in groups]
 
