@@ -137,6 +137,7 @@ def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before(t
         "from flatparam.fsdp.desync import liveness; print(now, liveness._here.life.since)"
     )
     [found] = forked_scripts.run([(program, [])], tmp_path)
+    assert found.status == 0, found.err
     began, since = map(float, found.out.split())
     assert before - 0.1 < since <= began
 
