@@ -71,9 +71,9 @@ def job():
     """A job in which each process that torchrun has started is lost, one after another: killed, stopped, killed."""
     faults = ["0.0:4:kill", "1.0:24:stop", "2.0:44:kill"]
     heartbeat = {"FLATPARAM_HEARTBEAT": f"{HEARTBEAT:g}"}
-    said, errors, status = ended(launched(3, SUPPORT / "elastic_script.py", "60", *faults, **heartbeat))
+    said, errors, status = ended(launched(3, SUPPORT / "elastic_script.py", "70", *faults, **heartbeat))
     assert status == 0, said + errors
-    return said, errors, trains_as_the_unsharded_module(said, 60)
+    return said, errors, trains_as_the_unsharded_module(said, 70)
 
 
 def test_a_killed_process_is_replaced(job):
