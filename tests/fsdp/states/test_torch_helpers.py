@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from equality import pairwise
 from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from pairs import pairwise
 from simulated_ranks import simulate_ranks
 from test_model_states import local, theirs
 from test_optimizer_states import equal

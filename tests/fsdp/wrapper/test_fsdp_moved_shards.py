@@ -9,9 +9,9 @@ import itertools
 import pytest
 import simulated
 import torch
-from equality import pairwise
 from fsdp_models import data, full_grads, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from pairs import pairwise
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from flatparam import FullyShardedDataParallel as FSDP

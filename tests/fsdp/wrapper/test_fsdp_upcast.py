@@ -12,9 +12,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from equality import pairwise
 from fsdp_models import make
 from gloo import note, run_ranks
+from pairs import pairwise
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
