@@ -25,7 +25,6 @@ from tests.simulation import process, random_elastic, reference, training
 from tests.simulation.programs import GRIDS
 from tests.simulation.test_simulated_programs import LAYER, ask, play_all
 
-SEEDS = 12
 FOUND = {
     1080: "ranks on other machines were stopped and killed while all caught an exception, and nobody missed them",
     1101: "two machines were lost while all caught an exception, and nobody missed them",
@@ -70,8 +69,9 @@ def play_without_copies(program):
     training.play(program)
 
 
-def test_random_elastic_programs():
-    assert play_all(SEEDS, True) > SEEDS / 2, "the faults seldom strike"
+@pytest.mark.parametrize("seeds", [12, pytest.param(25, marks=pytest.mark.thorough)])
+def test_random_elastic_programs(seeds):
+    assert play_all(seeds, True) > seeds / 2, "the faults seldom strike"
 
 
 def of_grid(strategy):
