@@ -100,3 +100,4 @@ def test_a_model_that_cannot_move_is_refused_at_the_start():
             session.ask_to_join(build)
     finally:
         dist.destroy_process_group()
+        del training._here.session  # the model with it

@@ -129,7 +129,7 @@ MUTATIONS = (
         (
             (
                 CHECKED,
-                "list(filter(_is_of_this_rank, troubled)) if troubled else ():",
+                "[trace for trace in troubled if trace.world() in (None, world)] if troubled else ():",
                 "list(troubled):",
             ),
         ),

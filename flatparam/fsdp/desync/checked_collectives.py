@@ -134,8 +134,9 @@ def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     if not isinstance(error, Exception) or isinstance(error, OrderError) or not dist.is_initialized():
         return
     with contextlib.suppress(StoreGoneError):
-        for trace in {trace_of(group, part.device) for part in parts for group in part.groups}:
-            if trace is not None and trace not in troubled and _is_of_this_rank(trace):
+        ours = stores.all_groups()  # another rank may be a thread of this process
+        for trace in {trace_of(group, part.device) for part in parts for group in part.groups if group in ours}:
+            if trace is not None and trace not in troubled:
                 trace.tell_trouble(liveness.describe(error, dist.get_rank(), STAYS_AWAY))
                 troubled.append(trace)
 
@@ -151,16 +152,15 @@ def telling(units: Callable[[], Iterable[Numbered]]) -> Iterator[None]:
 
 
 def come_back() -> None:
-    """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``."""
-    for trace in list(filter(_is_of_this_rank, troubled)) if troubled else ():
-        if dist.group.WORLD not in _still_troubled:
+    """Withdraw the reports of ``tell_trouble``: this rank goes on. Not in a block of ``still_troubled``.
+
+    Reports of another world stay: its rank is another thread of this process.
+    """
+    world = dist.group.WORLD
+    for trace in [trace for trace in troubled if trace.world() in (None, world)] if troubled else ():
+        if world not in _still_troubled:
             troubled.remove(trace)
             trace.come_back()
-
-
-def _is_of_this_rank(trace: GroupTrace) -> bool:
-    """Whether ``trace`` is of this rank's world or of none. That of another world has a rank in another thread."""
-    return trace.world() in (None, dist.group.WORLD)
 
 
 _still_troubled: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # worlds

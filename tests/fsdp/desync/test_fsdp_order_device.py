@@ -57,8 +57,8 @@ def test_where_the_device_waits_all_ranks_are_told(scenario):
     assert max(run_ranks(on_a_device, 2, library, scenario)) < SOON
 
 
-# Seconds, 1.5 more than it takes to name who does not come; set after a step, as a store may be slow to connect to
-TIME_OUT = 6.0
+# Seconds, 1.5 to 2 more than it takes to name who does not come; set after a step, as a store may be slow to connect to
+TIME_OUT = 7.0
 WAITS = {
     "for the device": lambda device, loss: loss.item(),
     "for the device, with the GIL": lambda device, loss: device.synchronize(with_gil=True),  # as torch.save() does
@@ -159,11 +159,11 @@ def test_where_the_device_waits_for_a_rank_that_does_not_come_the_others_are_tol
     (first, _, one), _, (third, _, other) = ends_of_ranks(do_not_come, 3, library, before)
     assert (first, third) == (3, 3), (one, other)
     (reason, seconds), (same, as_long) = json.loads(one), json.loads(other)
-    waited = "and has waited 3 s for the others" if before == "asks" else "; the device has waited"
+    waited = "and has waited 4 s for the others" if before == "asks" else "; the device has waited"
     does = "clips" if before == "asks" else before
     assert re.search(f"rank [02] {does} .*{waited}.*: rank 1 came to no collective", reason), reason
     assert same == reason
-    assert max(seconds, as_long) < TIME_OUT + 5.0, (seconds, as_long)  # 4.5 s, but for a busy machine
+    assert max(seconds, as_long) < TIME_OUT + 5.0, (seconds, as_long)  # 5.5 s, but for a busy machine
 
 
 def catch_in_a_forward(library, how):
@@ -297,8 +297,8 @@ def wait_ahead(library, raised):
             store.set("raised by 0", _C.write_report(0, 1, 1, "batch 17 is bad"))
         store.set("trouble", _C.write_report(1, 1, 1, "batch 17 is bad"))
         time.sleep(0.5)
-        board.around_wait(group.group_name, "sim", lambda: device.compute_for(4.0))
-        watch.join(3.5)
+        board.around_wait(group.group_name, "sim", lambda: device.compute_for(5.0))
+        watch.join(4.0)
     board.stop()
     watch.join()
     return found
