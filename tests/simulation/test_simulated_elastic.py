@@ -163,7 +163,7 @@ def test_processes_that_join_change_no_bit(first):
     assert joined > 5
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [1, 0])
 @pytest.mark.sweep(1)
 def test_a_stopped_rank_is_replaced(first):
     replaced, chosen = 0, random.Random(0)
