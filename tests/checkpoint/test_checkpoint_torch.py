@@ -326,9 +326,10 @@ def test_commands_show_verify_and_export(tmp_path):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    as_main = "import runpy; runpy.run_module('flatparam', run_name='__main__', alter_sys=True)"
     (tmp_path / "ends").mkdir()
-    [done] = forked_scripts.run([(as_main, ["checkpoint", "verify", str(tmp_path / "one")])], tmp_path / "ends")
+    [done] = forked_scripts.run(
+        [(forked_scripts.as_main("flatparam"), ["checkpoint", "verify", str(tmp_path / "one")])], tmp_path / "ends"
+    )
     assert done.status == 1
     assert f"{damaged}: is damaged" in done.err
     assert command("show", tmp_path / "nowhere")[0] == 1

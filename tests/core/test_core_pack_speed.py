@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
-PROGRAM = "import runpy; runpy.run_module('benchmarks.bench_pack', run_name='__main__', alter_sys=True)"
+PROGRAM = forked_scripts.as_main("benchmarks.bench_pack")
 TRIES = 6  # the machine may be busy with something else; the best try counts
 
 

@@ -138,13 +138,11 @@ MISSPELT = [
 ]
 
 
-PROGRAM = "import runpy; runpy.run_module('flatparam', run_name='__main__', alter_sys=True)"
-
-
 @pytest.mark.multiprocess
 def test_a_misspelt_name_is_answered_with_the_one_that_is_meant(tmp_path):
     options = {"advise": ["--world-size", "2", "--gpu-memory", "1GB"], "inspect": ["--world-size", "2"]}
-    programs = [(PROGRAM, [*arguments, *options.get(arguments[0], [])]) for arguments, _ in MISSPELT]
+    command = forked_scripts.as_main("flatparam")
+    programs = [(command, [*arguments, *options.get(arguments[0], [])]) for arguments, _ in MISSPELT]
     for end, (arguments, message) in zip(forked_scripts.run(programs, tmp_path), MISSPELT, strict=True):
         assert end.status == 2, arguments
         assert end.err.rstrip().endswith(message), arguments

@@ -71,6 +71,11 @@ class End(NamedTuple):
     err: str
 
 
+def as_main(module):
+    """Return a program that runs ``module`` as ``python -m`` does."""
+    return f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+
+
 def run(programs, folder):
     """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends."""
     return [end for (end,) in run_side_by_side([[program] for program in programs], folder)]

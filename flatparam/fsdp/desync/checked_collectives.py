@@ -36,7 +36,7 @@ from ...common.tensors import bytes_of
 from ..errors import OrderError, StoreGoneError
 from . import liveness, stores
 from .events import SetupCollective, encode
-from .stores import store_of
+from .stores import all_groups, store_of
 from .trace import AND_SO, TRANSPORT, GroupTrace
 from .unit_ids import Numbered, Shared, id_of_flat_param
 
@@ -75,8 +75,9 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> GroupTrace | None:
 
 
 def _end_after_fork() -> None:
-    for trace in filter(None, [trace for of_group in _traces.values() for trace in of_group.values()]):
-        trace.end_after_fork()
+    for of_group in _traces.values():
+        for trace in filter(None, of_group.values()):
+            trace.end_after_fork()
 
 
 os.register_at_fork(after_in_child=_end_after_fork)
@@ -134,8 +135,8 @@ def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     if not isinstance(error, Exception) or isinstance(error, OrderError) or not dist.is_initialized():
         return
     with contextlib.suppress(StoreGoneError):
-        ours = stores.all_groups()  # another rank may be a thread of this process
-        for trace in {trace_of(group, part.device) for part in parts for group in part.groups if group in ours}:
+        # Another rank may be a thread of this process: its groups are not in all_groups()
+        for trace in {trace_of(group, part.device) for part in parts for group in part.groups if group in all_groups()}:
             if trace is not None and trace not in troubled:
                 trace.tell_trouble(liveness.describe(error, dist.get_rank(), STAYS_AWAY))
                 troubled.append(trace)

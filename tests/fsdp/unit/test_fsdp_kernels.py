@@ -74,7 +74,7 @@ def backwards(model, device, steps):
 
 
 def train(model, device):
-    """Parameters and gradients after two steps, the first of which accumulates in ``.grad`` too."""
+    """Return parameters and gradients after two steps. The first step also accumulates in ``.grad``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
     for step in (10, 20):
