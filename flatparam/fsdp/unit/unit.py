@@ -322,7 +322,7 @@ class Unit:
                         if now.grad is not None and (flat_param.is_sharded or not flat_param.use_orig_params):
                             raise StateError(
                                 f"{self.name}: Cannot writeback: parameter `{here.original.fqn}` was replaced by a "
-                                "Parameter that has a gradient, of which no rank would keep its part: set its `.grad` "
+                                "Parameter that has a gradient; no rank would keep its part of it: set its `.grad` "
                                 "to None before"
                             )
                         replaced.append((k, i, here.original, now))
