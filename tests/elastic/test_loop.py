@@ -34,7 +34,7 @@ from flatparam.elastic import sampling, training
 from flatparam.elastic.epochs import Epoch
 from flatparam.fsdp.desync.stores import in_memory
 from flatparam.fsdp.errors import StateError
-from tests.elastic.test_worlds import session_of_rank
+from tests.elastic.test_worlds import begun, build
 
 
 @pytest.fixture
@@ -42,16 +42,9 @@ def session():
     return training.Session(in_memory(), "0.0", 2, "parity", 1, datetime.timedelta(seconds=60))
 
 
-def build():
-    model = FSDP(nn.Linear(4, 4))
-    return model, torch.optim.SGD(model.parameters())
-
-
 def leaves_gradients():
     """Returns: the error of a step that ends in no_sync()."""
-    _, mine = session_of_rank()
-    mine.make_world(Epoch(0, ["0.0", "1.0"]))
-    mine.build(build)
+    _, mine = begun()
     try:
         for _ in elastic.steps(mine.model, mine.optimizer, until=3):
             with elastic.survive(), mine.model.no_sync():
@@ -68,10 +61,8 @@ def test_a_step_ends_with_reduced_gradients():
 
 def trains_and_moves(default):
     """Returns: the parameters at the end."""
-    _, mine = session_of_rank()
-    mine.make_world(Epoch(0, ["0.0", "1.0"]))
     torch.manual_seed(0)
-    mine.build(build)
+    _, mine = begun()
     torch.set_default_device(default)
     try:
         for step in elastic.steps(mine.model, mine.optimizer, until=3):
@@ -94,9 +85,7 @@ def test_another_default_device_changes_nothing():
 
 
 def ends_at(every, ends):
-    rank, mine = session_of_rank(every)
-    mine.make_world(Epoch(0, ["0.0", "1.0"]))
-    mine.build(build)
+    rank, mine = begun(every)
     try:
         for _ in elastic.steps(mine.model, mine.optimizer, until=ends[rank]):
             with elastic.survive():
