@@ -67,22 +67,35 @@ def harm(generation, before, what):
 
 
 def meet(session, what, folder):
-    """Do to this rank ``what`` a test wants, after the optimizer's step."""
+    """Do to this rank ``what`` a test wants."""
     if what == "is killed":
         from .ranks import kill
 
         kill(dist.get_rank())
+    elif what == "loses a connection":
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection reset by peer")
     elif what == "saves":
         checkpoint.save(folder, session.model, session.optimizer, overwrite=True)
     else:
         harm(session.generations[-1], session.generations[-2], what)
 
 
-def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), folder=None):
+def happen(session, rank, step, events, folder, most):
+    """Let the first of ``events`` happen that are of this step, at most ``most``, and remove them."""
+    for _ in range(most):
+        if not events or events[0][0] != step:
+            return
+        _, one, what = events.pop(0)
+        if one in (rank, None):
+            meet(session, what, folder)
+
+
+def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), folder=None, at_begin=()):
     """Train on the first ``size`` ranks. A rank after those is a new process.
 
     ``joins``: for each of those its slot, and the second at which it begins; ``events``: step, rank (None: all), and
-    what happens to it once, in the order of steps; ``folder``: of checkpoints.
+    what happens to it once, after the optimizer's step, in the order of steps; ``at_begin``: the same before the
+    forward, one of them in each attempt of a step; ``folder``: of checkpoints.
     Returns: step -> number of ranks and loss of the last attempt; the parameters, None if a rank is lost after the
     training; the scheduler's step and the next random number. None for a process that comes after the end.
     """
@@ -101,10 +114,11 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
             raise
         return None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    log = {}
+    log, events, at_begin = {}, list(events), list(at_begin)
     for step in elastic.steps(model, optimizer, UNTIL, extra=schedule):
         with elastic.survive():
             time.sleep(pause)
+            happen(session, rank, step, at_begin, folder, 1)
             user_code()
             torch.rand(())
             loss = loss_of(model, step, elastic.rank())
@@ -114,10 +128,7 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
             schedule.step()
             log[step] = (elastic.size(), loss.item())
             assert len(session.generations) <= 3
-            while events and events[0][0] == step:
-                (_, one, what), *events = events
-                if one in (rank, None):
-                    meet(session, what, folder)
+            happen(session, rank, step, events, folder, len(events))
     end = (schedule.last_epoch, torch.rand(()).item())
     try:
         return log, list(model.state_dict().values()), end

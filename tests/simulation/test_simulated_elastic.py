@@ -8,6 +8,9 @@ Promises:
   train as the unsharded module: `test_a_killed_rank_changes_no_bit`
 - the same holds if two are killed; if that was too much for the parities, all others raise one error that names whose
   state is lost: `test_two_killed_ranks_change_no_bit_or_all_are_told`
+- if the world fails and no rank is lost, the others go on from a step whose parities are not whole; a rank that is
+  killed before the next commit costs the step before, and no more:
+  `test_a_rank_that_is_killed_after_a_failed_world_costs_one_more_step`
 - new processes that join at a random time change no bit, also if a rank is killed meanwhile:
   `test_processes_that_join_change_no_bit`
 - a rank that was stopped for longer than the heartbeat is replaced and ends quietly: `test_a_stopped_rank_is_replaced`
@@ -143,6 +146,14 @@ def test_two_killed_ranks_change_no_bit_or_all_are_told(redundancy, first):
             went_on += sizes[-1] == 3
     assert went_on > 4
     assert told > 1
+
+
+@pytest.mark.parametrize(("size", "redundancy"), [(3, "parity"), (4, "buddy")])
+def test_a_rank_that_is_killed_after_a_failed_world_costs_one_more_step(size, redundancy):
+    at_begin = [(3, 1, "loses a connection"), (3, 2, "is killed")]
+    run = simulated(elastic_programs.train, size, 1, size, redundancy, (), 0.05, (), None, at_begin, limit=300.0)
+    sizes = agrees_with_the_unsharded_module(run, set(range(size)) - {2})
+    assert sizes == [size] * 2 + [size - 1] * 4
 
 
 @pytest.mark.parametrize("first", [15, 0])
