@@ -11,6 +11,7 @@ from flatparam import ShardingStrategy
 from flatparam.fsdp.desync import checked_collectives
 from flatparam.fsdp.desync.events import SetupCollective
 from flatparam.fsdp.desync.liveness import board
+from flatparam.fsdp.errors import OrderError
 
 from .faults import UserError, user_code
 
@@ -128,6 +129,26 @@ def begin_what_fails(rank, call):
         checked_collectives.exchange(SetupCollective.BUILDS, refused, torch.ones(1), group=dist.group.WORLD)
     else:
         checked_collectives.run(refused, torch.ones(1), group=dist.group.WORLD)
+
+
+def build_beside_the_lost(rank):
+    """Build two units. Before the second rank 4 is killed, and then rank 2 raises; rank 1 comes when both are known.
+
+    Returns the text of the OrderError that the second has raised.
+    """
+    from . import ranks
+
+    FSDP(nn.Linear(4, 4))
+    time.sleep({4: 1.0, 2: 1.2, 1: 1.5}.get(rank, 0.0))
+    if rank == 4:
+        ranks.kill(rank)
+    if rank == 2:
+        raise UserError("batch 17 is bad")
+    try:
+        FSDP(nn.Linear(4, 4))
+    except OrderError as error:
+        time.sleep(10.0)  # else its end would tell the others the text
+        return str(error)
 
 
 def unsharded(size, skipped=()):

@@ -7,6 +7,8 @@ Promises:
   `test_what_hooks_raise_is_told_to_the_others`
 - with two faults in a run, too, all that raise raise one text, in time:
   `test_two_faults_in_one_run_are_told_alike_and_in_time`, `test_two_ranks_that_are_lost_at_one_moment_give_one_text`
+- a rank that comes to the building of a unit when two ranks are lost names the one that the others have named:
+  `test_of_two_lost_ranks_a_late_rank_names_the_one_that_is_named`
 - the same holds where ranks are on other machines and have just begun:
   `test_ranks_of_other_machines_are_told_alike_and_in_time`
 - the others are told the error of a rank that is interrupted before its first unit, too:
@@ -137,6 +139,14 @@ def test_two_ranks_that_are_lost_at_one_moment_give_one_text():
         checkers.nobody_waits_for_ever(run)
         checkers.all_are_told_in_time(run)
         checkers.all_are_told_alike(run)
+
+
+def test_of_two_lost_ranks_a_late_rank_names_the_one_that_is_named():
+    run = simulated(faulty_programs.build_beside_the_lost, 5)
+    assert run.reason == 0, run.stacks
+    assert set(run.results) == {0, 1, 3}, run.story
+    (text,) = set(run.results.values())
+    assert text.startswith("the process of rank 4 "), text
 
 
 @pytest.mark.parametrize("first", [0, 10])
