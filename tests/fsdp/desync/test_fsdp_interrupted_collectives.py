@@ -5,7 +5,8 @@ all ranks are told so before collectives of different units meet.
 
 Promises:
 - an exception after a rank has come to a collective and before it has begun it: all ranks go on, or all are told that a
-  rank has begun it
+  rank has begun it; also where the device waits: `test_so_they_are_where_the_device_waits`,
+  `test_so_they_do_where_the_device_waits`
 """
 
 import contextlib
@@ -300,10 +301,10 @@ def test_what_all_ranks_have_missed_they_go_on_after(first):
     run_ranks(each_going_on, 2, first)
 
 
-def failing(late):
+def failing(late, **settings):
     """Each rank's first reduction raises, by code of the user, late on rank 1."""
     note(f"{late} s late")
-    model, optimizer = made(process_group=dist.new_group())
+    model, optimizer = made(**settings)
     group = model.process_group
     failed = []
 
@@ -323,11 +324,22 @@ def failing(late):
 
 def each_failing():
     for late in (0.0, 0.4, 1.5):
-        failing(late)
+        failing(late, process_group=dist.new_group())
 
 
 def test_what_fails_on_all_ranks_they_go_on_after_whoever_is_first():
     run_ranks(each_failing, 2, timeout=60.0)
+
+
+def failing_on_a_device(library):
+    simulated.use(library)
+    for late in (0.0, 1.5):
+        failing(late, process_group=simulated.new_group(), device_id=torch.device("sim", 0))
+
+
+def test_so_they_do_where_the_device_waits():
+    """The thread of rank 1 finds what rank 0 asks while rank 1 has come to the reduction and not begun it."""
+    run_ranks(failing_on_a_device, 2, str(simulated.build()), timeout=60.0)
 
 
 def counted(on):
