@@ -5,11 +5,16 @@ Promises:
   `test_ranks_that_do_not_come_are_named`
 - a rank that comes after the time-out, and those that waited for it, raise one text:
   `test_a_rank_that_comes_too_late_is_named_on_all_ranks`
+- a rank that has raised in an unpickled model does not come: the others are told its exception after 2 s, though no
+  trace records the collectives of the first unit that is built over a group:
+  `test_a_rank_that_has_raised_in_an_unpickled_model_is_told_to_those_who_build`
 """
 
+import contextlib
 import time
 
 import pytest
+import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -33,8 +38,30 @@ def build(rank, delays):
     return found
 
 
+def write_a_model(rank, folder):
+    torch.save(FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)))), f"{folder}/{rank}.pt")
+
+
+def build_beside_an_unpickled_model(rank, folder):
+    """Rank 1 raises behind the last collective of a forward, lives on, and does not come to build a unit."""
+    model = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+
+    def fail(*args):
+        raise ValueError("batch 17 is bad")
+
+    if rank == 1:
+        model.module.register_forward_hook(fail)
+    with torch.no_grad(), contextlib.suppress(ValueError):
+        model(torch.ones(2, 4))
+    return build(rank, [0, None, 0])
+
+
 def results(delays):
-    run = simulated(build, len(delays), 0, delays, timeout=TIME_OUT)
+    return results_of(build, len(delays), delays)
+
+
+def results_of(program, size, *arguments):
+    run = simulated(program, size, 0, *arguments, timeout=TIME_OUT)
     assert run.reason == 0, run.stacks
     assert not run.errors, run.errors
     return run.results
@@ -58,3 +85,13 @@ def test_a_rank_that_comes_too_late_is_named_on_all_ranks():
 
 def test_a_rank_that_comes_in_time_is_waited_for():
     assert set(results([0, TIME_OUT - 1, 0.5]).values()) == {"built"}
+
+
+def test_a_rank_that_has_raised_in_an_unpickled_model_is_told_to_those_who_build(tmp_path):
+    results_of(write_a_model, 3, str(tmp_path))
+    found = results_of(build_beside_an_unpickled_model, 3, str(tmp_path))
+    for kind, text, seconds in (found[0], found[2]):
+        assert kind == "OrderError"
+        assert text.startswith("rank 1 has raised an error of its own "), text
+        assert "has not gone on since: ValueError: batch 17 is bad" in text
+        assert 2.0 <= seconds <= 4.0
