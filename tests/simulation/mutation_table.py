@@ -10,10 +10,12 @@ RENDEZVOUS = "flatparam/checkpoint/rendezvous.py"
 EPOCHS = "flatparam/elastic/epochs.py"
 TRAINING = "flatparam/elastic/training.py"
 ELASTIC = "tests/simulation/test_simulated_elastic.py"
+LATE = "tests/simulation/test_simulated_late_ranks.py"
+FAULTS = "tests/simulation/test_simulated_faults.py"
+FAILED = "tests/fsdp/desync/test_fsdp_failed_calls.py"
+INTERRUPTED = "tests/fsdp/desync/test_fsdp_interrupted_collectives.py"
 
 # True of programs in which such a fault strikes
-KIND = "any('{}' in each['kind'] for each in program['faults'])"
-TWO = "len(program['faults']) == 2"
 MACHINES = "program['machines']"
 AT_ONCE = "any('interrupted' in each['kind'] and each['point'] < 20 for each in program['faults'])"
 GONE = "[each['kind'] for each in program['faults']] == ['is killed'] and program['host'] is None"
@@ -29,7 +31,7 @@ class Mutation(NamedTuple):
     edits: tuple[tuple[str, str, str], ...]  # file, the mended text, which is there once, and the text in its place
     only: str = "program['faults']"  # true of each program that can show it, to save time
     elastic: bool = False  # play programs of flatparam.elastic, all of them
-    test: str = ""  # a test file to run in place of random programs
+    test: str = ""  # a test file, or a test in one, to run in place of random programs
 
 
 MUTATIONS = (
@@ -47,7 +49,8 @@ MUTATIONS = (
                 "",
             ),
         ),
-        MACHINES,
+        test="tests/simulation/test_simulated_disk.py::"
+        "test_a_save_does_not_wait_for_ever_for_a_rank_that_never_answered",
     ),
     Mutation(
         "world counted twice",
@@ -68,7 +71,7 @@ MUTATIONS = (
         "ba6e933",
         "ranks that heard in one group of a lost rank waited for its reading in another one",
         ((LIVENESS, "        self.native.look(0.0, False)  # the caller", "        # the caller"),),
-        f"{KIND.format('stopped')} and 'LAYER' in program['phases'][-1]['strategy']",
+        test="tests/simulation/test_simulated_programs.py::test_what_programs_have_found",
     ),
     Mutation(
         "ended readers",
@@ -85,13 +88,17 @@ MUTATIONS = (
             (CHECKED, "with _explaining(group, look_of(group)):", "with contextlib.nullcontext():"),
             (CHECKED, "with _explaining(group, look_of(group, traces=traces)):", "with contextlib.nullcontext():"),
         ),
+        test=f"{FAULTS}::test_a_collective_that_cannot_begin_is_explained",
     ),
     Mutation(
         "destroyed world",
         "75f86dd",
         "an exception after the end of the process group was replaced by torch's ValueError",
-        ((CHECKED, " or not dist.is_initialized():\n        return\n", ":\n        return\n"),),
-        "'raise' in str(program['phases'][1:]) and 'reentrant' in str(program)",
+        (
+            (CHECKED, " or not dist.is_initialized():\n        return\n", ":\n        return\n"),
+            (CHECKED, " for group in part.groups if group in all_groups()}", " for group in part.groups}"),
+        ),
+        test=f"{FAILED}::test_an_exception_after_the_process_group_stays_as_it_is",
     ),
     Mutation(
         "two lost ranks",
@@ -108,7 +115,7 @@ MUTATIONS = (
                 "",
             ),
         ),
-        TWO,
+        test=f"{FAULTS}::test_of_two_lost_ranks_a_late_rank_names_the_one_that_is_named",
     ),
     Mutation(
         "rank that does not come",
@@ -121,6 +128,7 @@ MUTATIONS = (
                 "                look(has_failed=True)\n",
             ),
         ),
+        test=f"{LATE}::test_ranks_that_do_not_come_are_named",
     ),
     Mutation(
         "report of another rank",
@@ -133,6 +141,7 @@ MUTATIONS = (
                 "list(troubled):",
             ),
         ),
+        test="tests/fsdp/desync/test_thread_ranks.py::test_a_rank_that_goes_on_withdraws_no_report_of_another",
     ),
     Mutation(
         "unrecorded meeting",
@@ -202,7 +211,7 @@ MUTATIONS = (
         "effdd5c",
         "ranks that waited in a collective that no trace records were told of an exception at the time-out",
         ((CHECKED, "            _raise_if_troubled(group, waited)\n            found", "            found"),),
-        CATCHES,
+        test=f"{LATE}::test_a_rank_that_has_raised_in_an_unpickled_model_is_told_to_those_who_build",
     ),
     Mutation(
         "second exception in a step",
@@ -229,14 +238,21 @@ MUTATIONS = (
                 "                self.core.confirm_not_begun()\n",
             ),
         ),
-        CATCHES,
+        test=f"{INTERRUPTED}::test_so_they_are_where_the_device_waits",
     ),
     Mutation(
         "come to or begun",
         "c1bd3b6",
         "ranks that had failed alike were told that they differ",
-        ((TRACE, "if self.core.has_begun(int(index)) and (kept", "if (kept"),),
-        "'raise' in str(program)",
+        (
+            (
+                "csrc/desync/fp_watch.cpp",
+                'value_at(*store_, pending + "/kept").empty() && fp_trace_has_begun(trace_, std::stoll(pending))',
+                'value_at(*store_, pending + "/kept").empty()',
+            ),
+            (TRACE, "if self.core.has_begun(int(index)) and (kept", "if (kept"),
+        ),
+        test=f"{INTERRUPTED}::test_so_they_do_where_the_device_waits",
     ),
     Mutation(
         "last verdict",
@@ -321,11 +337,11 @@ MUTATIONS = (
         (
             (
                 TRAINING,
-                "self.generations = [one for one in self.generations if one.key <= found.key]",
-                "self.generations = [] if mine is None else [mine]",
+                "one.key <= found.key",
+                "one.key == found.key",
             ),
         ),
-        test=ELASTIC,
+        test=f"{ELASTIC}::test_a_rank_that_is_killed_after_a_failed_world_costs_one_more_step",
     ),
     Mutation(
         "end of others",

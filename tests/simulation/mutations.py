@@ -19,7 +19,7 @@ from .__main__ import last_line, play_alone
 from .mutation_table import MUTATIONS
 from .programs import draw
 
-SECONDS = 300  # for a test file
+SECONDS = 300  # for the test of a mutation
 
 
 def undo(mutation, root):
@@ -43,13 +43,13 @@ def find(mutation, seeds, seconds):
         return _run_test(root, mutation.test) if mutation.test else _play(root, mutation, seeds, seconds)
 
 
-def _run_test(root, file):
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
+def _run_test(root, test):
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
     try:
         ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return "a test that hangs", f"{file} did not end within {SECONDS} s"
-    failed = re.search(r"^FAILED \S+::(\S+)", ran.stdout, re.MULTILINE)
+        return "a test that hangs", f"{test} did not end within {SECONDS} s"
+    failed = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", ran.stdout, re.MULTILINE)  # ERROR: in a fixture
     return (failed[1], ran.stdout) if failed else ("no test", None)
 
 

@@ -3,6 +3,7 @@
 Promises:
 - the mended text of each is in today's source exactly once, and no two have one name:
   `test_each_mended_text_is_there_once`
+- the test that finds it again, where no random program does, is there: `test_the_test_of_each_is_there`
 - a text that is not there once is refused: `test_a_text_that_is_not_there_once_is_refused`
 """
 
@@ -22,6 +23,13 @@ def test_each_mended_text_is_there_once(mutation):
         assert mended != broken
     assert re.fullmatch(r"[0-9a-f]{7}", mutation.commit)
     assert [each.name for each in MUTATIONS].count(mutation.name) == 1
+
+
+def test_the_test_of_each_is_there():
+    for mutation in MUTATIONS:
+        file, _, name = mutation.test.partition("::")
+        assert not file or (ROOT / file).is_file(), mutation.name
+        assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), mutation.name
 
 
 @pytest.mark.parametrize("text", ["a = 2\n", "a = 1\na = 1\n"])
