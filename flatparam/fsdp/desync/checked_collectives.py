@@ -132,10 +132,10 @@ def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     Not for an OrderError, which every rank raises, nor for KeyboardInterrupt and other errors that are no Exception,
     nor after the end of the process group: nobody waits for this rank.
     """
-    if not isinstance(error, Exception) or isinstance(error, OrderError) or not dist.is_initialized():
+    if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
     with contextlib.suppress(StoreGoneError):
-        # Another rank may be a thread of this process: its groups are not in all_groups()
+        # all_groups() is empty after the end of the process group, and lacks groups of ranks that are other threads
         for trace in {trace_of(group, part.device) for part in parts for group in part.groups if group in all_groups()}:
             if trace is not None and trace not in troubled:
                 trace.tell_trouble(liveness.describe(error, dist.get_rank(), STAYS_AWAY))
