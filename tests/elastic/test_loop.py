@@ -24,7 +24,6 @@ import threading
 import gloo
 import pytest
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from flatparam import FullyShardedDataParallel as FSDP
