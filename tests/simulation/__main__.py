@@ -20,10 +20,10 @@ PATIENCE = 120.0  # real seconds for a batch
 class Runner:
     """Plays seeds on some warm processes, each with a thread here. ``failures``: pairs of a seed and an error."""
 
-    def __init__(self, first, seeds, seconds, elastic=False):
+    def __init__(self, first, seeds, seconds, kind=""):
         self.first, self.last = first, first + seeds
         self.began, self.seconds = time.monotonic(), seconds
-        self.elastic = elastic
+        self.kind = kind
         self.played, self.virtual, self.failures = 0, 0.0, []
         self._next, self._lock = first, threading.Lock()
 
@@ -51,12 +51,12 @@ class Runner:
     def _play(self, server, first, last):
         """Play seeds from ``first`` until a fault strikes, or one fails; return the seed to go on with."""
         try:
-            found = server.ask(*request(training.play_seeds, first, last, self.elastic))
+            found = server.ask(*request(training.play_seeds, first, last, self.kind))
         except process.SimulatedError:  # which seed, play_alone() tells
-            found = [play_alone(server, seed, self.elastic) for seed in range(first, last)]
+            found = [play_alone(server, seed, self.kind) for seed in range(first, last)]
         for i, (seed, _, digests, error) in enumerate(found):
             if seed % AGAIN == 0 and error is None:
-                again = play_alone(server, seed, self.elastic)
+                again = play_alone(server, seed, self.kind)
                 if again[3] is None and again[2] != digests:
                     found[i] = (seed, 0.0, [], f"another run has other digests: {digests}, {again[2]}")
         with self._lock:
@@ -65,7 +65,7 @@ class Runner:
                 self.virtual += seconds
                 if error is not None:
                     self.failures.append((seed, error))
-                    print(f"\nseed {seed} fails: {command(seed, self.elastic)}\n{error}")
+                    print(f"\nseed {seed} fails: {command(seed, self.kind)}\n{error}")
             took = time.monotonic() - self.began
             print(f"\r{self.played} seeds, {took:.0f} s, {len(self.failures)} failures", end="", file=sys.stderr)
         return found[-1][0] + 1
@@ -75,16 +75,16 @@ def request(function, *args):
     return function.__module__, function.__module__, function.__qualname__, args, PATIENCE
 
 
-def play_alone(server, seed, elastic=False):
+def play_alone(server, seed, kind=""):
     try:
-        return server.ask(*request(training.play_seeds, seed, seed + 1, elastic))[0]
+        return server.ask(*request(training.play_seeds, seed, seed + 1, kind))[0]
     except process.SimulatedError as error:
         return seed, 0.0, [], str(error)
 
 
-def command(seed, elastic):
+def command(seed, kind):
     """Return the command that plays the seed again."""
-    return f"python -m tests.simulation {'--elastic ' if elastic else ''}--first {seed} --seeds 1"
+    return f"python -m tests.simulation {kind and f'--{kind} '}--first {seed} --seeds 1"
 
 
 def last_line(error):
@@ -96,7 +96,7 @@ def kind_of(error):
     return error and re.sub(r"`[^`]*`|[-\d.e]+", "", error)
 
 
-def shrink(seed, elastic=False):
+def shrink(seed, kind=""):
     """Write the smallest program that fails as that of ``seed`` does."""
     server = process._Server()
 
@@ -107,7 +107,7 @@ def shrink(seed, elastic=False):
             return last_line(str(error))
         return None
 
-    program = draw(seed, elastic)
+    program = draw(seed, kind)
     error = error_of(program)
     if error is None:
         print(f"seed {seed} fails in a process that has played others, or at times: it is not shrunk")
@@ -124,10 +124,20 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seeds after that")
     parser.add_argument("--processes", type=int, default=2, help="how many play at a time")
-    parser.add_argument("--elastic", action="store_true", help="play programs of flatparam.elastic alone")
+    parser.add_argument(
+        "--elastic",
+        dest="kind",
+        action="store_const",
+        const="elastic",
+        default="",
+        help="play programs of flatparam.elastic alone",
+    )
+    parser.add_argument(
+        "--device", dest="kind", action="store_const", const="device", help="play programs for devices alone"
+    )
     parser.add_argument("--shrink", type=int, default=3, help="how many failures to shrink")
     arguments = parser.parse_args()
-    runner = Runner(arguments.first, arguments.seeds, arguments.seconds, arguments.elastic)
+    runner = Runner(arguments.first, arguments.seeds, arguments.seconds, arguments.kind)
     runner.run(min(arguments.processes, -(-arguments.seeds // BATCH)))
     took = time.monotonic() - runner.began
     print(
@@ -135,9 +145,9 @@ def main():
         f"{runner.virtual:.1f} virtual seconds, {len(runner.failures)} failures"
     )
     for seed, error in runner.failures:
-        print(f"{command(seed, arguments.elastic)}: {last_line(error)}")
+        print(f"{command(seed, arguments.kind)}: {last_line(error)}")
     for seed, _ in runner.failures[: arguments.shrink]:
-        shrink(seed, arguments.elastic)
+        shrink(seed, arguments.kind)
     return 1 if runner.failures else 0
 
 

@@ -1,4 +1,7 @@
-"""Checks of one rank at quiet points. Each raises an AssertionError that names the first difference."""
+"""Checks of one rank at quiet points. Each raises an AssertionError that names the first difference.
+
+``same``: ``check_same``, or a ``Later`` for values on a device.
+"""
 
 import torch
 
@@ -12,23 +15,36 @@ def is_same(found, wanted):
     return bool(same.all())
 
 
-def check_output(found, wanted):
-    assert is_same(found, wanted), f"the output differs by {(found - wanted).abs().max()}"
+def check_same(found, wanted, name):
+    assert is_same(found, wanted), f"{name} differs by {(found - wanted).abs().max()}"
 
 
-def check_parameters(model, wanted):
+class Later:
+    """Compares values of a device at the end: a look at them would wait for its late streams."""
+
+    def __init__(self):
+        self._all = []
+
+    def __call__(self, found, wanted, name):
+        self._all.append((found.detach().clone(), wanted, name))
+
+    def settle(self):
+        for found, wanted, name in self._all:
+            check_same(found.cpu(), wanted, name)
+
+
+def check_parameters(model, wanted, same=check_same):
     """This rank's shards are its part of the unsharded parameters."""
     for local in local_params_of(model, buffers=False):
         for name in local.names:
-            part = local.slice_of(wanted[name])
-            assert is_same(local.flat, part), f"`{name}` differs by {(local.flat - part).abs().max()}"
+            same(local.flat, local.slice_of(wanted[name]), f"`{name}`")
 
 
-def check_whole(model, wanted):
+def check_whole(model, wanted, same=check_same):
     """The unsharded parameters; a collective call."""
     with FSDP.summon_full_params(model, writeback=False):
         for name, param in model.named_parameters():
-            assert is_same(param, wanted[name]), f"whole `{name}` differs by {(param - wanted[name]).abs().max()}"
+            same(param, wanted[name], f"whole `{name}`")
 
 
 def gradient_of(local):
@@ -39,7 +55,7 @@ def gradient_of(local):
     return grad.narrow(0, local.shard_slice.start, local.numel) if local.numel else local.flat[:0]
 
 
-def check_gradients(model, wanted):
+def check_gradients(model, wanted, same=check_same):
     """The gradients of this rank's shards; None counts as zeros."""
     for local in local_params_of(model, buffers=False):
         grad = gradient_of(local)
@@ -47,10 +63,10 @@ def check_gradients(model, wanted):
             whole = wanted[name]
             if whole is None or grad is None:
                 there = grad if whole is None else local.slice_of(whole)
-                assert there is None or not there.any(), f"`{name}` has {'no' if grad is None else 'a'} gradient"
+                if there is not None:
+                    same(there, torch.zeros(there.shape), f"`{name}` has {'no' if grad is None else 'a'} gradient: it")
             else:
-                part = local.slice_of(whole)
-                assert is_same(grad, part), f"the gradient of `{name}` differs by {(grad - part).abs().max()}"
+                same(grad, local.slice_of(whole), f"the gradient of `{name}`")
 
 
 def check_rest(model):

@@ -12,6 +12,7 @@ from .faults import HEARTBEAT, Fault
 READING = 2.0
 TROUBLED = 2.0  # for which a rank that has caught an error may come back
 AT_ONCE = 1.0 + READING
+WATCHED = 5.0  # where a device waits: docs/gpu.md
 STOPPED = 1.2 * HEARTBEAT + AT_ONCE  # it calls the others after 0.2 of the heartbeat
 PROMISED = {
     "is stopped": STOPPED,
@@ -61,8 +62,10 @@ def nobody_computes_other_values(run: Any) -> None:
     assert all(kind != "AssertionError" for kind, _, _ in run.errors.values()), run.story
 
 
-def all_are_told_in_time(run: Any, gone: float = AT_ONCE) -> None:
-    """Each rank raises in the promised time after one of the faults; ``gone``: that of a process which has gone.
+def all_are_told_in_time(run: Any, gone: float = AT_ONCE, least: float = 0.0) -> None:
+    """Each rank raises in the promised time after one of the faults.
+
+    ``gone``: that of a process which has gone; ``least``: what is allowed after each fault.
 
     Who is late comes late to the wait in which it is told, and a rank is out of memory at its next allocation.
     """
@@ -72,7 +75,7 @@ def all_are_told_in_time(run: Any, gone: float = AT_ONCE) -> None:
         if fault.kind != "is late":
             begins = run.raised.get(fault.rank, struck) if fault.kind == "is out of memory" else struck
             others = sum(again(other) for other in run.struck if other != fault)
-            promised = PROMISED.get(fault.kind, gone)
+            promised = max(PROMISED.get(fault.kind, gone), least)
             if fault.kind == "raises in user code" and fault.seconds:  # it has caught the error, and goes on later
                 promised += TROUBLED
                 last.append((struck + fault.seconds, struck + fault.seconds + promised + others))

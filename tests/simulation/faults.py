@@ -6,7 +6,6 @@ point of the disk is where a thread of the rank makes, writes, syncs, renames or
 """
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +80,10 @@ def draw(seed: int, size: int, number: int, points: Sequence[int], kinds: Sequen
     return found
 
 
-here = threading.local()  # of a simulated rank: its function ``come_to_user_code``
+coming: list[Callable[[], None]] = []  # what simulated ranks do where user code runs
 
 
 def user_code() -> None:
     """A program calls this where user code runs: in the loop, in a hook. Faults of user code strike here."""
-    come: Callable[[], None] | None = getattr(here, "come_to_user_code", None)
-    if come is not None:
+    for come in coming:
         come()

@@ -54,7 +54,7 @@ def _run_test(root, test):
 
 
 def _play(root, mutation, seeds, seconds):
-    begin, played, error = time.monotonic(), 0, None
+    begin, played, error, kind = time.monotonic(), 0, None, "elastic" if mutation.elastic else ""
     with contextlib.closing(process._Server(root)) as server:
         for seed in range(seeds):
             if not mutation.elastic and not eval(mutation.only, {"program": draw(seed)}):
@@ -63,13 +63,13 @@ def _play(root, mutation, seeds, seconds):
                 seeds = seed
                 break
             played += 1
-            error = play_alone(server, seed, mutation.elastic)[3]
+            error = play_alone(server, seed, kind)[3]
             if error is not None:
                 break
     if error is None:
         return f"no seed below {seeds}, of which {played} can show it", None
     with contextlib.closing(process._Server()) as server:
-        without = play_alone(server, seed, mutation.elastic)[3]
+        without = play_alone(server, seed, kind)[3]
     if without is not None:
         raise RuntimeError(f"seed {seed} fails without the bug, too: {without}")
     return f"seed {seed}", error

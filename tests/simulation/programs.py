@@ -8,8 +8,9 @@
 | `faults` | of every second seed: what strikes in the last phase, see faults.py; a dict each |
 | `host`, `machines` | the rank whose process has the store, or None; whether each rank has a machine of its own |
 | `catches` | whether ranks catch what their user code raises, alone, and go on with the next op, at once or later |
+| `device`, `on_host` | which streams of a simulated device are late, or None; whether its groups have gloo, too |
 
-Each eighth program has `elastic`, too, and one phase: see random_elastic.py.
+Each eighth program has `elastic`, too, and one phase: see random_elastic.py. Each sixteenth has `device` and one phase.
 
 Odd seeds that 5 does not divide have the programs that they had before ``_add`` was written.
 
@@ -48,7 +49,6 @@ DISK_POINTS = 40
 CATCHES = 0.15  # of the programs that faults strike
 LONG = 100.0  # seconds after which a rank goes on that has caught an exception: longer than the time-out
 AT_ONE_MOMENT = 0.5  # of those with two faults of one place
-EIGHT = 8
 ELASTIC_KINDS = ["is killed", "is killed", "is stopped", "is late"]
 HARMS = [
     "copy changes",
@@ -57,7 +57,7 @@ HARMS = [
     "copy is of the step before",
     "parity is of the step before",
 ]
-NO_FAULTS = {"faults": [], "host": None, "machines": False, "catches": False}
+PLAIN = {"faults": [], "host": None, "machines": False, "catches": False, "device": None, "on_host": False}
 HOW = ("call", "call", "call", "call", "twice", "unused", "checkpoint", "reentrant")
 STRATEGIES = (
     "FULL_SHARD",
@@ -226,11 +226,11 @@ KINDS = {
     "attention": Attention,
 }
 YOUNGER_KINDS = {"buffered": Buffered}  # old seeds have theirs of KINDS
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.03125),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.03125, momentum=0.5),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.0078125),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.0078125),
+OPTIMIZERS = {  # on a device, too, with the loop that is torch's default on the host: kernels for lists round otherwise
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.03125, foreach=False),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.03125, momentum=0.5, foreach=False),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.0078125, foreach=False),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.0078125, foreach=False),
 }
 YOUNGER_OPTIMIZERS = {  # kernels that round the last elements of a tensor otherwise, but no products with powers of 2
     "fused SGD": lambda params: optim.SGD(params, lr=0.03125),
@@ -378,10 +378,16 @@ def optimizers_of(kinds, program, module):
     return [makes[kind](group) for kind, group in zip((first, *second), groups, strict=True)]
 
 
-def draw(seed, elastic=False):
-    """Return the program of ``seed``. ``elastic``: one of flatparam.elastic, as each eighth seed has."""
-    if elastic or seed % EIGHT == EIGHT - 1:
+def draw(seed, kind=""):
+    """Return the program of ``seed``.
+
+    ``kind``: "elastic": one of flatparam.elastic, as each eighth seed has; "device": one for simulated devices, as each
+    sixteenth seed has.
+    """
+    if kind == "elastic" or (not kind and seed % 8 == 7):
         return _elastic(seed)
+    if kind == "device" or (not kind and seed % 16 == 6):
+        return _on_device(seed)
     source = random.Random(seed)
     program, low = _begun(source, seed)
     layers = program["layers"]
@@ -389,7 +395,7 @@ def draw(seed, elastic=False):
     program["phases"] = [
         _phase(source, program, low, optimizer, 10 * i) for i in range(source.choice([1, 1, 1, 2, 2, 3]))
     ]
-    program |= NO_FAULTS
+    program |= PLAIN
     if seed % 2:
         _strike(source, program)
     if seed % 2 == 0 or seed % 5 == 0:
@@ -450,7 +456,24 @@ def _elastic(seed):
         phase |= {"strategy": younger.choice(GRIDS), "inner": younger.choice(_divisors(size))}
         if not _may_accumulate(program["layers"], phase):
             phase["ops"] = [[*op[:2], True] if op[0] in BACKWARDS else op for op in phase["ops"]]
-    return program | NO_FAULTS | struck
+    return program | PLAIN | struck
+
+
+def _on_device(seed):
+    """Return a program for ranks with devices, for which torch has no convolution, LSTM, scaler or fused optimizer."""
+    source = random.Random(f"device {seed}")
+    program, low = _begun(source, seed)
+    for layer in program["layers"]:
+        layer["kind"] = "block" if layer["kind"] in ("convolution", "lstm") else layer["kind"]
+    has_scalar = any(layer["kind"] == "listed" for layer in program["layers"])  # Adam rounds a scalar otherwise there
+    optimizer = source.choice(["SGD"] if has_scalar or _has_unused(program["layers"]) else list(OPTIMIZERS))
+    program["phases"] = [_phase(source, program, low, optimizer, 0)]
+    program |= PLAIN | {"device": source.choice(["others", "computing"]), "on_host": source.random() < 0.5}
+    if source.random() < 0.5:
+        _strike(source, program)
+        if program["host"] != 0:  # the store must stay until the save has ended, if the fault does not strike
+            program["host"] = None
+    return program
 
 
 def _add(source, program):

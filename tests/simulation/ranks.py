@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import UserList
 from collections.abc import Callable, Sequence
@@ -22,10 +23,14 @@ from typing import Any
 
 import _simulated_world as world  # process.py builds it
 import simulated
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .faults import Fault, Finished, UserError, here
+from flatparam.common.collectives import gloo_beside
+from flatparam.fsdp.desync import same_unit
+
+from .faults import Fault, Finished, UserError, coming
 
 ENDED, STUCK, LATE, TOO_LONG = range(4)  # of fp_sim_run()
 NAMES = "\x01{}\x01"  # torch registers names of groups for a process: each rank's get this, and the store leaves it out
@@ -85,6 +90,10 @@ class _Gloo(metaclass=_GlooType):
         """``options``: of newer torch versions."""
         return world.Backend(store, rank, size, timeout)
 
+    @staticmethod
+    def create_default_device() -> None:
+        """There is a network."""
+
 
 class _EachRank(UserList):
     """In place of a list that a process has: the list of the rank to which this thread belongs."""
@@ -133,16 +142,21 @@ def _torch_of_ranks(size: int):
                 c10d._unregister_process_group(each)
         c10d._world.registered.clear()
 
+    def beside(group: Any, store: Any, name: str, *time_outs: Any, **more: Any) -> Any:
+        return gloo_beside(group, store, NAMES.format(seams.fp_sim_rank()) + name, *time_outs, **more)
+
     hook = sys.excepthook  # init_process_group() puts another around it
-    replaced = {
-        "_world": _Worlds(size, c10d._world),
-        "_process_group_name": unique,
-        "_unregister_all_process_groups": unregister_all,
-        "ProcessGroupGloo": _Gloo,
-    }
-    before = {each: getattr(c10d, each) for each in replaced}
-    for each, value in replaced.items():
-        setattr(c10d, each, value)
+    replaced = [
+        (c10d, "_world", _Worlds(size, c10d._world)),
+        (c10d, "_process_group_name", unique),
+        (c10d, "_unregister_all_process_groups", unregister_all),
+        (c10d, "ProcessGroupGloo", _Gloo),
+        (dist, "ProcessGroupGloo", _Gloo),
+        (same_unit, "gloo_beside", beside),
+    ]
+    before = [(place, each, getattr(place, each)) for place, each, _ in replaced]
+    for place, each, value in replaced:
+        setattr(place, each, value)
     try:
         yield
     finally:
@@ -150,8 +164,8 @@ def _torch_of_ranks(size: int):
             for group in each.pg_names.values():
                 c10d._unregister_process_group(group)
         sys.excepthook = hook
-        for each, value in before.items():
-            setattr(c10d, each, value)
+        for place, each, value in before:
+            setattr(place, each, value)
 
 
 @dataclass
@@ -217,7 +231,8 @@ def simulate(
     program; no fault strikes there.
     """
     if device is not None:
-        simulated.use(simulated.build(), device).of_ranks(ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value)
+        rank_here = ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value
+        simulated.use(simulated.build(), device).of_ranks(rank_here, size)
     run = Run(size, 0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}
@@ -233,10 +248,12 @@ def simulate(
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # it would destroy one rank's objects in another's thread
+    lives = [_Life(rank, size, timeout, run, of_user, device is not None) for rank in range(size)]
+    coming[:] = [lambda: lives[seams.fp_sim_rank()].come_to_user_code()]
     with _torch_of_ranks(size), _lists_of_ranks():
-        for rank in range(size):
+        for rank, life in enumerate(lives):
             seams.fp_sim_spawn(rank)
-            _thread.start_new_thread(_live, (_Life(rank, size, timeout, run, of_user), prepare, program, run, threads))
+            _thread.start_new_thread(_live, (life, prepare, program, run, threads))
         run.reason = seams.fp_sim_run()
         if run.reason != ENDED:
             run.stacks = _stacks(threads)
@@ -267,22 +284,31 @@ def now() -> float:
     return seams.fp_sim_now() / SECOND
 
 
+# It starts autograd's threads, and waits for each of them: before any rank is lost, and no two ranks at once
+_first_backward = threading.Lock()
+
+
 class _Life:
     """One rank of a run."""
 
-    def __init__(self, rank: int, size: int, timeout: float, run: Run, faults: dict[tuple[int, int], Fault]):
-        self.rank, self._size, self._run, self._faults = rank, size, run, faults
+    def __init__(
+        self, rank: int, size: int, timeout: float, run: Run, faults: dict[tuple[int, int], Fault], has_device: bool
+    ):
+        self.rank, self._size, self._run, self._faults, self._has_device = rank, size, run, faults, has_device
         self._patience = datetime.timedelta(seconds=timeout)
         self._points = 0  # of user code
 
     def live(self, prepare: Callable[[int], Any], program: Callable[[int], Any]) -> None:
         rank, run = self.rank, self._run
-        here.come_to_user_code = self.come_to_user_code
         error: BaseException | None = None
         result = None
         try:
             store = world.Store(self._patience)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self._size, timeout=self._patience)
+            if self._has_device:
+                time.sleep(0.01)  # until this rank has appeared
+                with _first_backward:
+                    torch.ones(1, device="sim", requires_grad=True).sum().backward()
             prepare(rank)
             seams.fp_sim_count_points(rank)
             result = program(rank)

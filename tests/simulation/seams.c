@@ -432,6 +432,20 @@ at_thread_end(void *value)
     }
 }
 
+/* The threads of torch's autograd are one for each device, and rank i has device i. Each is made by the rank that comes to its
+ * first backward first, and says its name before it does anything else. */
+int
+pthread_setname_np(pthread_t handle, const char *name)
+{
+    REAL(pthread_setname_np)
+    int device;
+    if (is_simulated() && sscanf(name, "pt_autograd_%d", &device) == 1) {
+        me->rank = device;
+        change_to(device);
+    }
+    return real(handle, name);
+}
+
 static void *
 begin(void *argument)
 {

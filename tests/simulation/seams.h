@@ -6,8 +6,8 @@
  * jumps to the earliest deadline if no thread can run. A thread that looks at clocks 10,000 times and does not wait sees 1 ms
  * go by.
  *
- * A rank is a number from 0. Its threads are the one that the controller makes after fp_sim_spawn(), and each thread that a
- * thread of the rank makes. A rank has a process number of its own, and a place in /proc.
+ * A rank is a number from 0. Its threads are the one that the controller makes after fp_sim_spawn(), each thread that a
+ * thread of the rank makes, and the thread of torch's autograd for the device with the number of the rank. A rank has a process number of its own, and a place in /proc.
  *
  * The controller is a thread that belongs to no rank: it calls reset, spawn, run and the functions that read. All others are
  * called by threads of ranks, without the GIL. Nothing here allocates after fp_sim_reset(). */

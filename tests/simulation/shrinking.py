@@ -4,7 +4,7 @@ import copy
 import pprint
 from pathlib import Path
 
-from .programs import DEFAULTS, NO_FAULTS, is_valid
+from .programs import DEFAULTS, PLAIN, is_valid
 
 SIMPLEST = {"kind": "plain", "unit": False, "how": "call", "frozen": False, "double": False}
 FILE = '''"""{error}
@@ -54,7 +54,7 @@ def _simpler(program):
 
     for i in range(len(phases)) if len(phases) > 1 else ():
         yield changed(lambda it, i=i: it["phases"].pop(i))
-    for key, default in NO_FAULTS.items():
+    for key, default in PLAIN.items():
         if program[key] != default:
             yield changed(lambda it, key=key, default=default: it.update({key: default}))
     for i, fault in enumerate(program["faults"]):

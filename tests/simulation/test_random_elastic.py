@@ -123,7 +123,7 @@ def test_other_models_are_told():
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_what_seeds_have_found(seed):
-    ((_, _, _, error),) = ask(training.play_seeds, seed, seed + 1, True)
+    ((_, _, _, error),) = ask(training.play_seeds, seed, seed + 1, "elastic")
     assert error is None, f"{FOUND[seed]}: {error}"
 
 

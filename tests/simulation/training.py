@@ -2,13 +2,17 @@
 
 import contextlib
 import gc
+import os
+import pickle
 import tempfile
 import time
 import traceback
 import warnings
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
+import simulated
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, checkpoint
+from flatparam.fsdp.desync import same_unit
 from flatparam.fsdp.unit.local_params import local_params_of
 
 from . import bitwise, checkers, process
@@ -35,7 +40,7 @@ from .programs import (
     DEFAULTS,
     GRIDS,
     GROWTH_INTERVAL,
-    NO_FAULTS,
+    PLAIN,
     PRECISIONS,
     SCALE,
     RaisedOnAllRanks,
@@ -63,25 +68,26 @@ def play(program):
 
     warnings.simplefilter("ignore")
 
-    program = NO_FAULTS | program
+    program = PLAIN | program
     if "elastic" in program:
         return random_elastic.play(program)
     where = {"faults": [Fault(**each) for each in program["faults"]], "host": program["host"]}
-    where["machines"] = program["machines"]
+    where |= {"machines": program["machines"], "device": program["device"]}
     pauses = {each.rank: each.seconds for each in where["faults"]}
     reference = Reference(program)
     carried, seconds, digests = None, 0.0, []
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
         for i, phase in enumerate(program["phases"]):
             phase = DEFAULTS | phase | {"caught": [] if program["catches"] else None, "pauses": pauses}
-            events = reference.play(phase)
+            calls = _in_a_fork if program["device"] else _here
+            events = calls(reference.play, phase)
             saved = Path(folder, str(i))
             modules = {rank: build(program) for rank in range(phase["size"])}
 
             groups = {}
 
             def prepare(rank, phase=phase, groups=groups):
-                groups[rank] = groups_for(phase["strategy"], phase["inner"])
+                groups[rank] = groups_for(phase["strategy"], phase["inner"], backend_of(program))
 
             def live(rank, phase=phase, events=events, carried=carried, saved=saved, modules=modules, groups=groups):
                 module = modules.pop(rank)
@@ -90,7 +96,7 @@ def play(program):
                 return Rank(rank, program, phase, model, layers, iter(events)).live(carried, saved)
 
             is_last = i == len(program["phases"]) - 1
-            faulty = where if is_last else {}
+            faulty = where if is_last else {}  # a program for devices has one phase
             run = ranks.simulate(live, phase["size"], program["seed"], prepare=prepare, **faulty)
             seconds += run.seconds
             digests.append(run.digest)
@@ -101,6 +107,26 @@ def play(program):
             else:
                 _check_struck(run, program, saved, events[-1][1])
     return seconds, digests, [str(fault) for fault in run.struck]
+
+
+def _here(function, *args):
+    return function(*args)
+
+
+def _in_a_fork(function, *args):
+    """Return ``function(*args)``, called in a fork: the first backward in a process starts autograd's threads."""
+    here, there = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            there.send_bytes(pickle.dumps(function(*args)))
+        finally:
+            os._exit(0)
+    there.close()
+    try:
+        return pickle.loads(here.recv_bytes())
+    finally:
+        os.waitpid(child, 0)
 
 
 def _check_struck(run, program, saved, wanted):
@@ -116,15 +142,21 @@ def _check_struck(run, program, saved, wanted):
         texts = (checkers.all_are_told_that_the_store_is_gone,)
     # No connection breaks of ranks that wait in the store for one of another machine
     gone = checkers.STOPPED if program["machines"] else checkers.AT_ONCE
+    least = 0.0
+    if program["device"]:
+        least = checkers.STOPPED if program["machines"] else checkers.WATCHED
+        if program["phases"][-1]["strategy"].startswith(("ZERO_1", "LAYER_ZERO")):
+            least += same_unit._CONNECTING.total_seconds()  # nothing interrupts a rank that connects gloo
     checks = [
         (checkers.nobody_waits_for_ever,),
         (checkers.nobody_computes_other_values,),
-        (checkers.all_are_told_in_time, gone),
+        (checkers.all_are_told_in_time, gone, least),
         texts,
     ]
     # The first rank of a save stays until the others have read that it has failed, 2 s at most
     is_save = any(kind == "CheckpointError" for kind, _, _ in run.errors.values())
-    if len(run.struck) == 1 and kinds <= ENDS and not (program["machines"] or program["catches"] or is_save):
+    is_slow = program["machines"] or program["device"] or program["catches"] or is_save
+    if len(run.struck) == 1 and kinds <= ENDS and not is_slow:
         checks.append((checkers.nobody_waits_until_the_lost_have_read,))
     for check, *arguments in checks:
         try:
@@ -150,17 +182,28 @@ def _of_average(folder):
     return folder.with_name(f"{folder.name} averaged")
 
 
-def groups_for(strategy, inner):
-    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other; else None."""
+def backend_of(program):
+    """The backend of a process group for the program's device; None: it computes on the host."""
+    return program["device"] and simulated.backend(program["on_host"])
+
+
+def groups_for(strategy, inner, backend=None):
+    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other; else the world.
+
+    ``backend``: as in ``new_group``; None: gloo.
+    """
+    world = dist.new_group(backend=backend) if backend else dist.group.WORLD
     if strategy not in GRIDS:
-        return None
+        return world
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = [list(range(i, i + inner)) for i in range(0, size, inner)]
     found = []
     for lists in (rows, [list(column) for column in zip(*rows, strict=True)]):
-        made = [dist.new_group(each) for each in lists]
+        made = [dist.new_group(each, backend=backend) for each in lists]
         found.append(next(group for group, each in zip(made, lists, strict=True) if rank in each))
-    return (found[0], dist.group.WORLD) if strategy.startswith("LAYER_ZERO") else tuple(found)
+    if backend and strategy == "LAYER_ZERO_NESTED":  # NCCL connects no ranks as a group is made, but the device does
+        return found[0], world, found[1]
+    return (found[0], world) if strategy.startswith("LAYER_ZERO") else tuple(found)
 
 
 def wrap(program, phase, module, groups):
@@ -170,6 +213,7 @@ def wrap(program, phase, module, groups):
     arguments = {
         "sharding_strategy": ShardingStrategy[phase["strategy"]],
         "process_group": groups,
+        "device_id": program["device"] and torch.sim.current_device(),
         "use_orig_params": phase["orig"],
         "segments": phase["segments"],
         "atomic": phase["atomic"],
@@ -189,8 +233,13 @@ def wrap(program, phase, module, groups):
 class Rank:
     """One rank of a phase. Its methods ``_NAME`` do the op NAME."""
 
+    on_device = False
+    same = staticmethod(bitwise.check_same)
+
     def __init__(self, rank, program, phase, model, layers, events):
         self.rank, self.phase, self.events = rank, phase, events
+        if program["device"]:
+            self.on_device, self.same = True, bitwise.Later()
         self.caught = phase["caught"]  # errors that ranks have caught alone: no value is known after one; None: none is
         self.layers, self.model = layers, model
         self.optimizers = optimizers_of(phase["optimizer"], program, self.model)
@@ -222,7 +271,10 @@ class Rank:
                 self._go_on()
         self._check_parameters()
         if not self.caught:
-            bitwise.check_whole(self.model, self.wanted)
+            bitwise.check_whole(self.model, self.wanted, self.same)
+        if self.on_device:
+            torch.sim.synchronize()  # which tells of memory that was written to after it was freed
+            self.same.settle()
         if self.phase["average"]:
             with self._averaged() as model:
                 checkpoint.save(_of_average(saved), model)
@@ -258,13 +310,17 @@ class Rank:
     def _check_parameters(self):
         self.wanted = self._next("parameters")
         if self.wanted is not None:
-            bitwise.check_parameters(self.model, self.wanted)
+            bitwise.check_parameters(self.model, self.wanted, self.same)
 
     def _forward(self, key, model=None):
-        output = (model or self.model)(*batch(key, self.rank))
+        output = (model or self.model)(*self._batch(key))
         if (wanted := self._next("output")) is not None:
-            bitwise.check_output(output, wanted[self.rank])
+            self.same(output, wanted[self.rank], "the output")
         return output
+
+    def _batch(self, key):
+        tokens, route = batch(key, self.rank)
+        return tokens.to("sim") if self.on_device else tokens, route
 
     def _backward(self, key, synced, op="backward"):
         with contextlib.nullcontext() if synced else self.model.no_sync():
@@ -294,7 +350,7 @@ class Rank:
                 self.scaler.unscale_(each)
             self.model.clip_grad_norm_(self.phase["clip"], float("inf"))
         if (wanted := self._next("gradients")) is not None:
-            bitwise.check_gradients(self.model, wanted)
+            bitwise.check_gradients(self.model, wanted, self.same)
             bitwise.check_rest(self.model)
         for each in stepped:
             self.scaler.step(each) if self.scaler else each.step()
@@ -333,7 +389,7 @@ class Rank:
             return
         with self._averaged() as model:
             if (wanted := self._next("averaged")) is not None:
-                bitwise.check_parameters(model, wanted)
+                bitwise.check_parameters(model, wanted, self.same)
             model.eval()
             with torch.no_grad():
                 self._forward(key, model)
@@ -352,7 +408,7 @@ class Rank:
     def _raise(self, key, layer, where):
         self.layers[layer].raises = where
         with contextlib.suppress(RaisedOnAllRanks):
-            loss_of(self.model(*batch(key, self.rank))).backward()
+            loss_of(self.model(*self._batch(key))).backward()
         self.layers[layer].raises = None
         self._zero_grad()
 
@@ -405,20 +461,24 @@ class Rank:
         return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
 
 
-def play_seeds(first, last, elastic=False):
-    """Play the programs of seeds until one fails, or is struck by a fault.
+def play_seeds(first, last, kind=""):
+    """Play the programs of seeds until one fails, is struck by a fault, or is for devices.
 
-    Such a run leaves threads and worlds behind. Returns a list of (seed, virtual seconds, digests, error or None).
+    Such a run leaves threads and worlds behind, and one for devices must be the first of its process.
+    Args: ``kind``: as in ``draw``. Returns a list of (seed, virtual seconds, digests, error or None).
     """
     found = []
     gc.disable()  # each run collects before and after it
     for seed in range(first, last):
         try:
-            seconds, digests, struck = play(draw(seed, elastic))
+            program = draw(seed, kind)
+            if program["device"] and found:
+                break
+            seconds, digests, struck = play(program)
             found.append((seed, seconds, digests, None))
         except BaseException:
             found.append((seed, 0.0, [], traceback.format_exc()))
             break
-        if struck:
+        if struck or program["device"]:
             break
     return found

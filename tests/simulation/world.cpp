@@ -51,7 +51,17 @@ strike(int rank, int64_t point)
                 break;
             case INTERRUPT: {
                 const PyGILState_STATE state = PyGILState_Ensure();
-                (void)PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), PyExc_KeyboardInterrupt);
+                const PyThreadState *const mine = PyThreadState_Get();
+                const PyThreadState *first = PyInterpreterState_ThreadHead(mine->interp);
+                while (first->thread_id != mine->thread_id) {
+                    first = PyThreadState_Next(const_cast<PyThreadState *>(first));
+                }
+                if (first == mine) {
+                    (void)PyThreadState_SetAsyncExc(mine->thread_id, PyExc_KeyboardInterrupt);
+                }
+                else { /* it would go to a thread that this one has made, and that has not begun */
+                    fp_sim_interrupt(rank);
+                }
                 PyGILState_Release(state);
                 break;
             }

@@ -110,8 +110,8 @@ def _module(device):
     module = types.ModuleType("torch.sim")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
+    module.device_count = device.count
+    module.current_device = device.here
     module.set_device = lambda index: None
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
@@ -119,8 +119,9 @@ def _module(device):
     module.set_rng_state = lambda state, index=0: torch.set_rng_state(state)
     module.synchronize = lambda index=None: device.synchronize()
     module.empty_cache = lambda: None
-    module.Stream = lambda *args, **kwargs: torch.Stream(torch.device("sim", 0))
-    module.Event = lambda *args, **kwargs: torch.Event(torch.device("sim", 0))
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    module.Stream = lambda *args, **kwargs: torch.Stream(torch.device("sim", device.here()))
+    module.Event = lambda *args, **kwargs: torch.Event(torch.device("sim", device.here()))
     module.stream = lambda stream: stream
     module.current_stream = lambda index=None: torch.accelerator.current_stream()
     return module

@@ -94,7 +94,12 @@ PYBIND11_MODULE(simulated_device, m)
             check_unused();
         },
         pybind11::arg("with_gil") = false);
-    m.def("of_ranks", [](uintptr_t rank) { rank_of_thread = reinterpret_cast<int (*)()>(rank); });
+    m.def("of_ranks", [](uintptr_t rank, int size) {
+        rank_of_thread = reinterpret_cast<int (*)()>(rank);
+        devices = size;
+    });
+    m.def("count", [] { return devices; });
+    m.def("here", [] { return device_here().index(); });
     m.def("captured_beside", [](uintptr_t asked) { is_relaxed = reinterpret_cast<int (*)()>(asked); });
     m.def(
         "late",

@@ -1,7 +1,7 @@
 // lock.hpp -- the lock of all that the device has, and the GIL.
 #pragma once
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdio>
@@ -51,6 +51,16 @@ check_not_ended()
 
 // The rank of this thread, where ranks are threads of one process (tests/simulation); null: the process is a rank.
 int (*rank_of_thread)() = nullptr;
+
+int devices = 1; // one for each rank of this process
+
+// The device of this thread's rank.
+c10::Device
+device_here()
+{
+    const int rank = rank_of_thread == nullptr ? 0 : rank_of_thread();
+    return c10::Device(SIM, static_cast<c10::DeviceIndex>(rank < 0 ? 0 : rank));
+}
 
 // A value of this thread's rank, which has a device for itself. Only threads of simulated ranks add values, one at a time.
 template <class Value> class OfRank {

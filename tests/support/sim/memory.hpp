@@ -97,13 +97,13 @@ struct DeviceMemory final : c10::Allocator {
         const Locked locked(mutex());
         free_what_is_aside();
         if (bytes == 0) {
-            return {nullptr, c10::Device(SIM, 0)};
+            return {nullptr, device_here()};
         }
         const auto lacking = bytes_now + static_cast<int64_t>(bytes) - room;
         TORCH_CHECK_WITH(OutOfMemoryError, room < 0 || lacking <= 0, "no room for ", bytes, " bytes: ", lacking,
                          " too few");
         const auto found = unused().find(std::make_pair(current, bytes));
-        void *memory = found == unused().end() ? std::malloc(bytes) : found->second;
+        void *memory = found == unused().end() ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : found->second;
         if (found != unused().end()) {
             unused().erase(found);
         }
@@ -114,7 +114,7 @@ struct DeviceMemory final : c10::Allocator {
         blocks[memory] = {bytes, current};
         bytes_now += static_cast<int64_t>(bytes);
         bytes_peak = std::max(bytes_peak, bytes_now);
-        return {memory, memory, free_now_or_later<free_block>, c10::Device(SIM, 0)};
+        return {memory, memory, free_now_or_later<free_block>, device_here()};
     }
     c10::DeleterFnPtr raw_deleter() const override
     {
@@ -180,20 +180,20 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     c10::DeviceIndex deviceCount() const override
     {
-        return 1;
+        return static_cast<c10::DeviceIndex>(devices);
     }
     c10::DeviceIndex getCurrentDevice() const override
     {
-        return 0;
+        return device_here().index();
     }
     void setCurrentDevice(c10::DeviceIndex) const override {}
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override
     {
-        return 0;
+        return device_here().index();
     }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override
     {
-        return 0;
+        return device_here().index();
     }
     bool isPinnedPtr(const void *data) const override
     {
@@ -205,7 +205,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     at::Device getDeviceFromPtr(void *) const override
     {
-        return at::Device(SIM, 0);
+        return device_here();
     }
     const at::Generator &getDefaultGenerator(c10::DeviceIndex) const override
     {

@@ -153,7 +153,7 @@ is_unusual(const c10::OperatorHandle &op, const Values &arguments)
 at::Tensor
 allocated(const at::Tensor &model)
 {
-    return at::empty_strided(model.sizes(), model.strides(), model.options().device(c10::Device(SIM, 0)));
+    return at::empty_strided(model.sizes(), model.strides(), model.options().device(device_here()));
 }
 
 // Run op on the memory of the arguments, in the order of the current stream, and return what it does.
@@ -230,12 +230,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("as_strided", as_strided);
     m.impl("view", at::native::view);
+    m.impl("_reshape_alias", at::native::_reshape_alias);
     m.impl("resize_", resize);
     m.impl("set_.source_Storage_storage_offset", set_storage);
     m.impl("set_.source_Tensor", at::native::set_tensor_);
     m.impl("_local_scalar_dense", local_scalar);
     m.impl("record_stream", record_stream);
     m.impl("_foreach_zero_", torch::CppFunction::makeFromBoxedFunction<&fallback>()); // one kernel for all
+    // torch's own for a device makes it of a batch norm, which rounds otherwise
+    m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 } // namespace

@@ -167,7 +167,7 @@ bool has_failed = false; // no stream can wait for an event any more
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::Stream stream_of(int64_t id)
     {
-        return c10::Stream(c10::Stream::UNSAFE, c10::Device(SIM, 0), id);
+        return c10::Stream(c10::Stream::UNSAFE, device_here(), id);
     }
     c10::DeviceType type() const override
     {
@@ -175,17 +175,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Device exchangeDevice(c10::Device) const override
     {
-        return c10::Device(SIM, 0);
+        return device_here();
     }
     c10::Device getDevice() const override
     {
-        return c10::Device(SIM, 0);
+        return device_here();
     }
     void setDevice(c10::Device) const override {}
     void uncheckedSetDevice(c10::Device) const noexcept override {}
     c10::DeviceIndex deviceCount() const noexcept override
     {
-        return 1;
+        return static_cast<c10::DeviceIndex>(devices);
     }
     c10::Stream getStream(c10::Device) const override
     {
