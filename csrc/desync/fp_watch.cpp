@@ -45,7 +45,7 @@ class Watch {
   public:
     Watch(Board &board, const fp_trace *trace, const fp_watched &watched, const c10d::ProcessGroup &group)
         : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n),
-          store_(best_store_of(group, watched.prefix)), pending_(&group),
+          store_(best_store_of(group, watched.prefix)), pending_(&group, &board),
           me_(ranks_[static_cast<size_t>(group.getRank())]),
           calls_(store_, group.getRank(), static_cast<int>(watched.n))
     {
@@ -72,7 +72,7 @@ class Watch {
             if (!lost) {
                 /* Answer only while a collective is pending: the others ask whether this rank comes to theirs. On a grid this
                  * rank may wait in another group, for a rank that waits for it here: a collective of any group counts. */
-                if (calls_.is_called() && PendingCollectives::any_has_work()) {
+                if (calls_.is_called() && pending_.world_has_work()) {
                     calls_.answer();
                 }
                 lost = misses(time_out);

@@ -46,6 +46,7 @@ using Works = std::vector<std::pair<c10::weak_intrusive_ptr<c10d::Work>, Clock::
 
 // The pending collectives of one group.
 struct Begun {
+    const void *world;
     int connecting = 0; // first collectives that make the communicator
     Clock::time_point connecting_since;
     bool captured = false; // a CUDA graph has collectives; its replays are not seen, so it always has work
@@ -207,8 +208,10 @@ WaitScope::~WaitScope()
     }
 }
 
-PendingCollectives::PendingCollectives(const c10d::ProcessGroup *group) : begun_(std::make_shared<Begun>())
+PendingCollectives::PendingCollectives(const c10d::ProcessGroup *group, const void *world)
+    : begun_(std::make_shared<Begun>())
 {
+    begun_->world = world;
     const std::lock_guard held(groups.lock);
     groups.begun.emplace(group, begun_);
     groups.n++;
@@ -227,13 +230,15 @@ PendingCollectives::has_work()
 }
 
 bool
-PendingCollectives::any_has_work()
+PendingCollectives::world_has_work()
 {
     std::vector<std::shared_ptr<Begun>> all;
     {
         const std::lock_guard held(groups.lock);
         for (const auto &[group, begun] : groups.begun) {
-            all.push_back(begun);
+            if (begun->world == begun_->world) {
+                all.push_back(begun);
+            }
         }
     }
     return fp::has_work(all);

@@ -59,10 +59,11 @@ class WaitScope {
 
 struct Begun;
 
-// While one lives, the collectives over group are noted. Only the address of group is kept, to compare it.
+// While one lives, the collectives over group are noted. world: stands for the world of the group, of which a process has
+// several if its ranks are threads. Only the addresses of the two are kept, to compare them.
 class PendingCollectives {
   public:
-    explicit PendingCollectives(const c10d::ProcessGroup *group);
+    PendingCollectives(const c10d::ProcessGroup *group, const void *world);
     PendingCollectives(const PendingCollectives &) = delete;
     PendingCollectives &operator=(const PendingCollectives &) = delete;
     ~PendingCollectives();
@@ -74,8 +75,8 @@ class PendingCollectives {
     // communicator for so long.
     bool has_waited(double patience);
 
-    // Whether has_work() is true of any noted group in this process.
-    static bool any_has_work();
+    // Whether has_work() is true of any noted group of this one's world.
+    bool world_has_work();
 
     // The device whose streams wait; none: no stream has waited yet.
     std::optional<c10::Device> device();
