@@ -212,7 +212,7 @@ def _warn_of_waiting(said: str) -> None:
 
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
-_CONNECTING = datetime.timedelta(seconds=30)  # to connect gloo, where the user's group does not use it
+_CONNECTING = datetime.timedelta(seconds=30)  # to connect gloo, at most: nothing interrupts that
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -230,17 +230,18 @@ def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup 
     """Make a gloo group that nobody else uses. Other threads may use the gloo of ``group`` (torch's asynchronous
     checkpoints), and the order of collectives in it would differ between ranks.
 
-    Returns None, with a warning, if ``group`` has no gloo and a rank finds no network for it.
+    Returns None, with a warning, if a rank finds no network for it, or does not connect.
     """
     meet(group)  # Ctrl-C and a rank that has ended interrupt this wait; they cannot interrupt gloo's connecting
     cpu, name = torch.device("cpu"), f"flatparam {ids_of(group).generation}"
+    timeout, lacking = dist.constants.default_pg_timeout, None
     if is_sliced(group, cpu):  # it uses gloo, so the network works
         timeout = unwrapped(group._get_backend(cpu)).options._timeout
-        return gloo_beside(group, store.raw, name, timeout, connecting=timeout)
-    _, lacking = _on_all_ranks(group, check_gloo)  # first: no rank may wait for a connection to a rank without network
+    else:  # no rank may wait for a connection to a rank without network
+        _, lacking = _on_all_ranks(group, check_gloo)
     if lacking is None:
-        timeout = dist.constants.default_pg_timeout
-        made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store.raw, name, timeout, _CONNECTING))
+        connecting = min(timeout, _CONNECTING)
+        made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store.raw, name, timeout, connecting))
     if lacking is None:
         return made
     warn_user(

@@ -121,6 +121,11 @@ class GroupTrace:
             self._peers.add(other)
             self.core.join(other.core)
 
+    def watch(self) -> None:
+        """Start the watching thread where the device waits, as the first event does."""
+        if not self.sliced:
+            _ = self._store
+
     @property
     def _store(self) -> Store:
         """The group's store below the group's generation: a store may outlive the groups made with it.

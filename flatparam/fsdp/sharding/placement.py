@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ... import _C
 from ...common.warned import warn_user
 from ..api import ShardingStrategy
+from ..desync.checked_collectives import meet
 from ..desync.liveness import Meetings, generation_of_world
 from ..desync.same_unit import host_group
 from ..desync.stores import store_of_world
@@ -344,6 +345,7 @@ def groups_of_machine(strategy: ShardingStrategy) -> tuple[Any, Any] | None:
         return None
     known = _made.setdefault(world, {})
     if ("node", (size,)) not in known:
+        meet(world)  # see outer_group()
         columns = [dist.new_group(range(i, world.size(), size)) for i in range(size)]
         known["node", (size,)] = dist.new_subgroups(size)[0], columns[world.rank() % size]
     inner, outer = known["node", (size,)]
@@ -531,6 +533,7 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
                 f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
                 "device_mesh (outer, inner)"
             )
+        meet(dist.group.WORLD)  # torch would wait until the time-out for a rank that has ended before
         for column in columns:
             _made_once(column, backends)
     return _made_once(mine, backends)

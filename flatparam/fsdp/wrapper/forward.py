@@ -484,7 +484,11 @@ def _reduced(unit: weakref.ref[Unit], part: int) -> None:
 def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
     """Let the collective traces follow the collectives of a tree. ``units``: each unit with its device."""
     found: dict[int, tuple[GroupTrace, _C.ModelTrace]] = {}
+    outers: dict[GroupTrace, None] = {}
     for unit, device in units:
+        outer = trace_of(unit.options.placement.outer, device)
+        if outer is not None:
+            outers[outer] = None
         for which, group in unit.options.placement.traced():
             trace = trace_of(group, device)
             number = None if group is None or trace is None else id_of(unit, group)
@@ -492,5 +496,8 @@ def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]
                 _, follower = found.setdefault(id(trace), (trace, _C.ModelTrace(trace.core)))
                 unit.core.follow(which, follower, number, trace.sliced)
     root.tell(tuple(follower for _, follower in found.values()))
-    for trace, _ in found.values():
-        trace.join(other for other, _ in found.values() if other is not trace)
+    for outer in outers:  # other traces record its collectives, but only a watch over the group itself can abort them
+        outer.watch()
+    traces = [trace for trace, _ in found.values()] + list(outers)
+    for trace in traces:
+        trace.join(other for other in traces if other is not trace)
