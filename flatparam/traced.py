@@ -27,6 +27,7 @@ from .common.torch_private import _pytree
 from .fsdp.interop.patches import refuse_wrapped
 from .fsdp.names import join
 from .fsdp.sharding.placement import averaging_factors, world
+from .fsdp.sharding.pytrees import find_tensors
 from .fsdp.unit.base import Wrapper
 from .fsdp.wrapper.arguments import check_dtype
 from .fsdp.wrapper.wrap import check_not_tied, replace_modules, targets_of
@@ -52,8 +53,9 @@ def shard(
     ``parameters()`` are 1-D, one a unit, DTensors sharded over the group: torch's optimizers, ``clip_grad_norm_`` and
     distributed checkpoints take them as they are. Gradients are averaged over the ranks.
     Raises: ValueError naming the parameter, before anything is changed, unless all of a unit are real floating-point
-    ones on one device, of one dtype, and all or none require grad; for a parameter that two units share, and for a
-    module that holds units already. TypeError for a dtype that is none of floating point.
+    ones on one device, of one dtype, and all or none require grad; for a parameter that two units share or that a
+    module keeps in another attribute too (a list), and for a module that holds units already. TypeError for a dtype
+    that is none of floating point.
     """
     check_dtype("param_dtype", param_dtype)
     check_dtype("reduce_dtype", reduce_dtype)
@@ -72,6 +74,7 @@ def shard(
     places = {each: _places(modules) for each, modules in own.items()}
     for each in own:
         _check(paths[each][0], places[each])
+    _check_kept(module)
 
     def wrap(each: nn.Module, ignored: Any = None) -> TracedUnit:
         return TracedUnit(each, paths[each], own[each], group, param_dtype, reduce_dtype)
@@ -129,8 +132,10 @@ class TracedUnit(nn.Module):
             self._group = group.group_name, self._ranks
             self._factors = averaging_factors(self._ranks)
         self._removed = [(owner, name, index[places[key][2]]) for (owner, name), key in named.items()]
-        for owner, name in named:
-            del owner._parameters[name]
+        self._recurrent = [each for each in self._own_modules.values() if isinstance(each, nn.RNNBase)]
+        self._take_out()
+        for param in params:  # whoever has one still would compute with values that are not trained
+            param.data = param.data.new_empty(0)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -144,13 +149,28 @@ class TracedUnit(nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]
 
     def __repr__(self) -> str:
-        for owner, name, i in self._removed:  # modules look at them for what they print
-            owner._parameters[name] = nn.Parameter(torch.empty(self._shapes[i], device="meta"))
+        self._put_in([torch.empty(shape, device="meta") for shape in self._shapes])  # modules look at them there
         try:
             return super().__repr__()
         finally:
-            for owner, name, _ in self._removed:
-                del owner._parameters[name]
+            self._take_out()
+
+    def _put_in(self, values: list[Tensor]) -> list[nn.Parameter]:
+        trained = self.flat_param is not None and self.flat_param.requires_grad
+        params = [nn.Parameter(value, requires_grad=trained) for value in values]
+        for owner, name, i in self._removed:
+            owner._parameters[name] = params[i]
+        return params
+
+    def _take_out(self) -> None:
+        for owner, name, _ in self._removed:
+            owner._parameters.pop(name, None)
+        self._empty_recurrent()
+
+    def _empty_recurrent(self) -> None:
+        """Take the weights out of the lists that recurrent layers keep beside their attributes."""
+        for each in self._recurrent:
+            each._flat_weights[:] = [None] * len(each._flat_weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
@@ -163,14 +183,29 @@ class TracedUnit(nn.Module):
             )
         own = self.flat_param.to_local()
         if torch.is_grad_enabled() and own.requires_grad:
-            views = checkpoint(self._views, own, low, use_reentrant=False, context_fn=_gathered_again)
+            whole = checkpoint(self._gathered, own, low, use_reentrant=False, context_fn=_gathered_again)
         else:  # nothing is kept for a backward; torch.compile cannot trace a Function there
-            views = self._cut(_gather(own, low, *self._group))
-        return functional_call(self.module, {name: views[i] for name, i in self._set}, args, kwargs)
+            whole = _gather(own, low, *self._group)
+        return self._computed(whole, args, kwargs)
 
-    def _views(self, own: Tensor, low: torch.dtype) -> list[Tensor]:
+    def _gathered(self, own: Tensor, low: torch.dtype) -> Tensor:
         how = low, self._reduce_dtype or low, *self._group, *self._factors
-        return self._cut(_Gather.apply(own, *how))  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gather.apply(own, *how)  # type: ignore[no-untyped-call]
+        return whole
+
+    def _computed(self, whole: Tensor, args: Any, kwargs: Any) -> Any:
+        """The module's forward. Where torch.compile breaks the graph in it, it ends the first one at this call.
+
+        That graph has a DTensor as its input, so no two outputs may share memory, as views do.
+        """
+        cut = self._cut(whole)
+        views = {name: cut[i] for name, i in self._set}
+        if not self._recurrent:
+            return functional_call(self.module, views, args, kwargs)
+        try:
+            return functional_call(self.module, views, args, kwargs)
+        finally:
+            self._empty_recurrent()
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
         return [whole[start : start + numel].view(shape) for start, numel, shape in self._cuts]
@@ -299,3 +334,17 @@ def _check(path: str, places: _Places) -> None:
                 )
     if params and not any(param.numel() for param in params.values()):
         raise ValueError(f"expected a parameter of a unit to have elements: all are empty, `{first_fqn}` is one")
+
+
+def _check_kept(module: nn.Module) -> None:
+    """Refuse a parameter that is in another attribute of a module: no view of the unit's forward would stand there."""
+    params = {id(param): fqn for fqn, param in module.named_parameters()}
+    for path, each in module.named_modules():
+        known = ["_parameters", *(["_flat_weights"] if isinstance(each, nn.RNNBase) else [])]  # a unit empties both
+        for name, value in vars(each).items():
+            for tensor in () if name in known else find_tensors(value):
+                if id(tensor) in params:
+                    raise ValueError(
+                        f"`{join(path, name)}` keeps the parameter `{params[id(tensor)]}`: it would compute with the "
+                        "values of now. Let the module read the parameter from the attribute that registers it"
+                    )
