@@ -8,8 +8,10 @@ backward: then the runtime (``FullyShardedDataParallel``) needs less memory and 
 Source: SimpleFSDP (arXiv 2411.00284), which gathers each parameter by itself.
 """
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from .fsdp.interop.patches import refuse_wrapped
 from .fsdp.names import join
 from .fsdp.sharding.placement import averaging_factors, world
 from .fsdp.sharding.pytrees import find_tensors
+from .fsdp.states.snapshot import Before, loads_by_itself, overrides
 from .fsdp.unit.base import Wrapper
 from .fsdp.wrapper.arguments import check_dtype
 from .fsdp.wrapper.wrap import check_not_tied, replace_modules, targets_of
@@ -35,6 +38,7 @@ from .fsdp.wrapper.wrap import check_not_tied, replace_modules, targets_of
 __all__ = ["TracedUnit", "full_state_dict", "load_full_state_dict", "shard"]
 
 _ALIGNED_BYTES = 16  # to which each parameter starts at a multiple
+_NORMS = "torch.nn.modules.batchnorm"  # its override has nothing to add if the state dict has the model's names
 
 
 def shard(
@@ -221,17 +225,17 @@ class TracedUnit(nn.Module):
         shard = self._layout.shard_range(self._rank)
         return self._layout.flatten([param.contiguous() for param in params], 0.0, *shard)
 
+    def _loaded(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        """This rank's shard of the parameters in ``state``; where that is empty, of those in their modules now."""
+        if self.flat_param is None:
+            return None
+        by_index = {i: state[fqn] for fqn, i in self._fqns() if state}
+        by_index = by_index or {i: getattr(owner, name) for owner, name, i in self._removed}
+        own = self.flat_param.to_local()
+        return self._part_of([by_index[i].detach().to(own) for i in range(len(by_index))])
+
     def _fqns(self) -> list[tuple[str, int]]:
         return [(join(path, name), i) for path in self._paths for name, i in self._names]
-
-    def _buffers_by_fqn(self) -> list[tuple[str, Tensor]]:
-        return [
-            (join(above, join(path, name)), buffer)
-            for above in self._paths
-            for path, module in self._own_modules.items()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
 
 
 def _gather(own: Tensor, low: torch.dtype, name: str, ranks: int) -> Tensor:
@@ -266,43 +270,83 @@ def _always(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 _gathered_again = functools.partial(create_selective_checkpoint_contexts, _always)
 
 
-def full_state_dict(model: "TracedUnit") -> dict[str, Tensor]:
-    """The state dict that the module had before ``shard()``: whole parameters, and buffers. All ranks call it.
+@torch.no_grad()
+def full_state_dict(model: "TracedUnit") -> "OrderedDict[str, Any]":
+    """The state dict that the module had before ``shard()``, hooks, overrides and extra states included.
 
-    Names are those of the unwrapped module; values are clones in the parameters' dtypes. ``model``: from ``shard()``.
+    All ranks call it. Names are those of the unwrapped module; tensors are clones, parameters in their dtypes.
+    ``model``: from ``shard()``.
     """
-    found: dict[str, Tensor] = {}
-    for unit in _units(model):
-        whole = unit._whole()
-        found.update({fqn: whole[i].clone() for fqn, i in unit._fqns()})
-        found.update({fqn: buffer.detach().clone() for fqn, buffer in unit._buffers_by_fqn()})
-    return found
+    with _as_it_was(model, _units(model)) as params:
+        new = {id(param) for own in params for param in own}  # each is given out once, and else cloned
+
+        def cloned(value: Tensor) -> Tensor:
+            is_new = id(value) in new
+            new.discard(id(value))
+            return value.detach() if is_new else value.detach().clone()
+
+        state = model.module.state_dict(keep_vars=True)
+        found: Any = OrderedDict((name, _pytree.tree_map_only(Tensor, cloned, value)) for name, value in state.items())
+        if hasattr(state, "_metadata"):
+            found._metadata = state._metadata
+    return found  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def load_full_state_dict(model: "TracedUnit", state: Mapping[str, Tensor]) -> None:
-    """Load a state dict of ``full_state_dict``: each rank loads its part, and nothing is communicated.
+def load_full_state_dict(model: "TracedUnit", state: Mapping[str, Any]) -> None:
+    """Load a state dict of ``full_state_dict``, or of the plain module: each rank loads its part.
 
-    Raises: KeyError naming missing and unexpected names, ValueError naming another shape; then nothing is loaded.
+    Nothing is communicated, unless a module has a hook or an override for loading, or an extra state: it gets whole
+    parameters, so all ranks call this then.
+    Raises: KeyError naming missing and unexpected names, ValueError naming a parameter of another shape, and any
+    exception of ``load_state_dict`` of the module; then nothing is loaded.
     """
-    wanted: dict[str, torch.Size] = {}
-    for unit in _units(model):
-        wanted.update({fqn: unit._shapes[i] for fqn, i in unit._fqns()})
-        wanted.update({fqn: buffer.shape for fqn, buffer in unit._buffers_by_fqn()})
-    if wanted.keys() != state.keys():
-        missing, more = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
-        raise KeyError(f"missing from the state dict: {missing}; in no unit: {more}")
-    for fqn, shape in wanted.items():
-        if state[fqn].shape != shape:
+    units = _units(model)
+    by_modules = any(loads_by_itself(each, _NORMS) or overrides(each, "set_extra_state") for each in model.modules())
+    own = {} if by_modules else {fqn: unit._shapes[i] for unit in units for fqn, i in unit._fqns()}
+    for fqn, shape in own.items():
+        if fqn in state and state[fqn].shape != shape:
             raise ValueError(f"expected `{fqn}` to have shape {tuple(shape)}, got {tuple(state[fqn].shape)}")
-    for unit in _units(model):
-        for fqn, buffer in unit._buffers_by_fqn():
-            buffer.copy_(state[fqn])
-        if unit.flat_param is not None:
-            by_index = {i: state[fqn] for fqn, i in unit._fqns()}
-            own = unit.flat_param.to_local()
-            whole = [by_index[i].detach().to(own) for i in range(len(by_index))]
-            own.copy_(unit._part_of(whole))
+    others: Any = state if by_modules else {name: value for name, value in state.items() if name not in own}
+    with _as_it_was(model, units if by_modules else []):
+        before = Before(model.module, [], parameters=False)
+        try:
+            told = model.module.load_state_dict(others, strict=False)
+            missing = sorted({*(own.keys() - state.keys()), *getattr(told, "missing_keys", ())})
+            more = sorted(getattr(told, "unexpected_keys", ()))
+            if missing or more:
+                raise KeyError(f"missing from the state dict: {missing}; in no unit: {more}")
+            parts = [unit._loaded({} if by_modules else state) for unit in units]
+        except BaseException:
+            before.restore()
+            raise
+    for unit, part in zip(units, parts, strict=True):
+        if part is not None:
+            unit.flat_param.to_local().copy_(part)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: "TracedUnit", filled: Iterable["TracedUnit"]) -> Iterator[list[list[nn.Parameter]]]:
+    """Put modules in the places of units, so that ``model.module`` is as before ``shard()``, without parameters.
+
+    ``filled``: the units whose parameters are there, whole; a collective call. Gives their new parameters.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, TracedUnit)
+    ]
+    whole = [[param.clone() for param in unit._whole()] for unit in filled]
+    try:
+        for parent, name, unit in places:
+            parent._modules[name] = unit.module
+        yield [unit._put_in(values) for unit, values in zip(filled, whole, strict=True)]
+    finally:
+        for parent, name, unit in places:
+            parent._modules[name] = unit
+        for unit in filled:
+            unit._take_out()
 
 
 def _units(model: nn.Module) -> list[TracedUnit]:

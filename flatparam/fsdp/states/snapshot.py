@@ -104,10 +104,11 @@ def _copy(value: Any) -> Any:
 class Before:
     """A copy of all values of ``module``: shards of ``units``, other parameters, buffers, attributes, extra states.
 
-    ``units``: all units in ``module``. Memory: a second copy of these values, this rank's shards included.
+    ``units``: all units in ``module``; ``parameters``: copy those too that no unit manages. Memory: a second copy of
+    these values, this rank's shards included.
     """
 
-    def __init__(self, module: nn.Module, units: list[Unit]):
+    def __init__(self, module: nn.Module, units: list[Unit], parameters: bool = True):
         self._units = [(unit, unit.mismatched) for unit in units]
         self._shards: list[tuple[FlatParam, Tensor]] = []
         self._templates: list[tuple[ParamInfo, Tensor | None]] = []
@@ -116,7 +117,7 @@ class Before:
             for flat_param in unit.flat_params:
                 self._shards.append((flat_param, flat_param.flat.detach().clone()))
                 self._templates += [(original, original.template) for original in flat_param.originals]
-        self._beside = Beside(module, parameters=True)
+        self._beside = Beside(module, parameters)
         self._kept = [
             (inner, copy.deepcopy(inner.get_extra_state()))
             for inner in module.modules()

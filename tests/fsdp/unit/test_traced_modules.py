@@ -1,4 +1,4 @@
-"""flatparam.traced: modules that keep their parameters elsewhere too.
+"""flatparam.traced: modules that keep their parameters elsewhere too, and whole states in which modules have a say.
 
 The oracle is the plain module, with the mean over the ranks of its losses.
 
@@ -7,6 +7,8 @@ Promises:
   parameters after `shard()` or a forward, even one that raises, so the model can be copied
 - `flatparam.traced` refuses by name a module that keeps a parameter in another attribute; a parameter that is kept
   where it is not found is empty
+- whole states of `flatparam.traced` are those of the plain module, with extra states, hooks, overrides and versions,
+  and load into it; a load that fails changes nothing
 """
 
 import copy
@@ -149,3 +151,138 @@ def test_a_parameter_that_is_kept_where_it_is_not_found_is_empty():
         assert weight.shape == (0,)
         assert torch.equal(state["first.weight"], values)
         assert torch.equal(traced.full_state_dict(model)["first.weight"], values)
+
+
+class Told(Block):
+    """With an extra state that is no tensor, and that reads a parameter, and another version."""
+
+    _version = 3
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.told, self.found = {"by": torch.zeros(2)}, None
+        self.register_buffer("seen", torch.zeros(2))
+
+    def get_extra_state(self):
+        return {**self.told, "scale": self.scale.detach()}
+
+    def set_extra_state(self, state):
+        if state is None:
+            raise ArithmeticError("no state")
+        self.told = {"by": state["by"]}
+        assert torch.equal(self.scale, state["scale"])
+
+
+class Renamed(Told):
+    """Its state dict has other names, values and one entry more; without that, a load leaves the scale as it is."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "doubled"] = 2 * destination.pop(prefix + "scale")
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        self.found = metadata.get("version")
+        doubled = state.pop(prefix + "doubled", None)
+        state[prefix + "scale"] = self.scale.detach() if doubled is None else doubled / 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+        del state[prefix + "scale"]
+
+
+class Hooked(Model):
+    """Its hooks give the parameters of its blocks another prefix; ``last`` shares its weight with ``again``."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.blocks[1] = block(5)
+        self.again = nn.Linear(5, 1)
+        self.again.weight = self.last.weight
+        if block is Renamed:
+            self.register_state_dict_post_hook(self.rename)
+            self.register_load_state_dict_pre_hook(self.rename_back)
+
+    @staticmethod
+    def rename(module, state, prefix, metadata):
+        for name in [name for name in state if name.startswith(prefix + "blocks.")]:
+            state[name.replace("blocks.", "layers.")] = state.pop(name)
+
+    @staticmethod
+    def rename_back(module, state, prefix, *args):
+        for name in [name for name in state if name.startswith(prefix + "layers.")]:
+            state[name.replace("layers.", "blocks.")] = state.pop(name)
+
+
+def everything(module):
+    state = {**module.state_dict(), "found": module.blocks[1].found}
+    return repr({name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in state.items()})
+
+
+def save_and_load(block):
+    module = make(cls=Hooked, block=block)
+    module.blocks[1].told["by"] += 1
+    plain = copy.deepcopy(module)
+    model = traced.shard(module, auto_wrap_policy=POLICY)
+    state, wanted = traced.full_state_dict(model), plain.state_dict()
+    assert list(state) == list(wanted)
+    assert state._metadata == wanted._metadata
+    kept = everything(plain)
+
+    module.blocks[1].told["by"] += 1  # values are clones
+    other = make(cls=Hooked, block=block, seed=1)
+    other.load_state_dict(state)
+    for back in (traced.full_state_dict(model), plain.state_dict()):
+        traced.load_full_state_dict(model, back)
+    assert everything(other).replace("'found': 3", "'found': None") == kept
+    sharded = traced.shard(make(cls=Hooked, block=block, seed=2), auto_wrap_policy=POLICY)
+    traced.load_full_state_dict(sharded, state)
+    assert torch.equal(sharded(data(0)), plain(data(0)))
+    assert sharded.blocks[1].found == (3 if block is Renamed else None)
+    last = make(cls=Hooked, block=block, seed=3)
+    last.load_state_dict(traced.full_state_dict(sharded))
+    assert everything(last).replace("'found': 3", "'found': None") == kept
+    assert len({value.data_ptr() for value in state.values() if torch.is_tensor(value)}) == len(state) - 1
+
+    prefix = "layers.1." if block is Renamed else "blocks.1."
+    names = [name for name, _ in model.named_parameters()]
+    for error, wrong in (
+        (KeyError, {**state, "more": torch.ones(1)}),
+        (KeyError, {name: value for name, value in state.items() if name != prefix + "_extra_state"}),
+        (KeyError, {name: value for name, value in state.items() if name != "first.weight"}),
+        (RuntimeError, {**state, "first.bias": torch.ones(6)}),
+        (RuntimeError, {**state, prefix + "seen": torch.ones(6)}),
+        (ArithmeticError, {**state, prefix + "_extra_state": None}),
+    ):
+        for name in ("first.weight", prefix + "seen", "last.weight"):
+            if name in wrong:
+                wrong[name] = wrong[name] + 1
+        with pytest.raises(error):
+            traced.load_full_state_dict(model, wrong)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert repr(list(traced.full_state_dict(model).items())) == repr(list(wanted.items()))
+
+    if block is Renamed:
+        state = {name: value for name, value in state.items() if name != prefix + "doubled"}
+        traced.load_full_state_dict(model, state)
+        assert torch.equal(traced.full_state_dict(model)[prefix + "doubled"], wanted[prefix + "doubled"])
+
+
+def save_and_load_both():
+    for block in (Told, Renamed):
+        save_and_load(block)
+
+
+def test_whole_states_are_those_of_the_plain_module_with_all_that_modules_add():
+    run_ranks(save_and_load_both, 2)
+
+
+def test_a_load_that_fails_without_code_of_modules_changes_no_buffer():
+    with fake_world():
+        module = make()
+        module.blocks[0].register_buffer("seen", torch.zeros(2))
+        model = traced.shard(module, auto_wrap_policy=POLICY)
+        state = traced.full_state_dict(model)
+        before = repr(state)
+        state["blocks.0.seen"] += 1
+        for wrong in ({**state, "more": state["last.weight"]}, {**state, "blocks.0.seen": torch.ones(3)}):
+            with pytest.raises((KeyError, RuntimeError), match=r"in no unit: \['more'\]|mismatch for blocks.0.seen"):
+                traced.load_full_state_dict(model, wrong)
+            assert repr(traced.full_state_dict(model)) == before
