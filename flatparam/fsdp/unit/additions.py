@@ -1,13 +1,16 @@
 """Refuse parameters and modules that are added after wrapping, and optimizers that were made before it.
 
 No unit shards or reduces a parameter that is added later, so ranks would train it differently. torch's registration
-hooks check each addition; a step checks nothing. The wrapper calls ``seal`` and ``take_out`` after it has built a unit.
+hooks check each addition. A frozen one may be added, and be unfrozen later, which calls no hook: so each forward of its
+unit looks at it. A step of a model without additions checks nothing. The wrapper calls ``seal`` and ``take_out`` after
+it has built a unit.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FlatParameter
 from torch.nn.modules.module import (
@@ -18,10 +21,12 @@ from torch.nn.modules.module import (
 from ... import _C
 from ...common import optimizers
 from ..errors import StateError
+from ..names import join, printable, without_units
+from .base import Wrapper
 from .registry import owner_of_param, units_live
 from .unit import Unit
 
-_TEST = "tests/fsdp/wrapper/test_fsdp_refusals.py"
+_TEST = "tests/fsdp/desync/test_fsdp_ranks_start_apart.py"
 
 
 def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
@@ -69,8 +74,10 @@ def sealed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Refuse trainable parameters that are added after wrapping."""
     unit, ignored = _unit_of(module)
-    if unit is not None and param is not None:
-        _check(unit, ignored, module, name, param, name)
+    if unit is not None and param is not None and _is_unmanaged(unit, ignored, param, (module, name)):
+        _check(unit, module, name, param)
+        if owner_of_param(param) is None:
+            _watch(unit, [module])
 
 
 @units_live.register(register_module_module_registration_hook, _TEST)
@@ -79,13 +86,26 @@ def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
     unit, ignored = _unit_of(module)
     if unit is None or added is None:
         return
-    empty = True
-    for path, param in added.named_parameters():
-        empty = False
-        if owner_of_param(param) is None:
-            _check(unit, ignored, module, f"{name}.{path}", param, None)
-    if empty:  # its parameters may be registered later
-        seal(unit, added.modules(), ignored)
+    foreign = [(path, param) for path, param in added.named_parameters() if owner_of_param(param) is None]
+    unmanaged = [(path, param) for path, param in foreign if _is_unmanaged(unit, ignored, param, None)]
+    for path, param in unmanaged:
+        _check(unit, module, f"{name}.{path}", param)
+    if not any(param in ignored for _, param in foreign):  # a module that is ignored may get more parameters
+        seal(unit, [inner for inner in added.modules() if _unit_of(inner)[0] is None], ignored)
+    if unmanaged:
+        _watch(unit, added.modules())
+
+
+@units_live.replace("torch.nn.modules.container:ModuleList.insert", test=_TEST)
+@units_live.replace("torch.nn.modules.container:Sequential.insert", test=_TEST)
+def _check_inserted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse modules with trainable parameters that ``insert()`` adds after wrapping: it calls no hook."""
+
+    def insert(self: nn.Module, index: int, module: nn.Module) -> Any:
+        _on_module(self, str(index), module)
+        return original(self, index, module)
+
+    return insert
 
 
 def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
@@ -93,19 +113,24 @@ def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
     return None if owner is None else owner(), ignored
 
 
-def _check(
-    unit: Unit, ignored: set[nn.Parameter], module: nn.Module, name: str, param: Any, own_name: str | None
-) -> None:
-    """Raises: ValueError naming the parameter and the module, if the parameter may not be added.
+def _is_unmanaged(
+    unit: Unit, ignored: set[nn.Parameter], param: nn.Parameter, place: tuple[nn.Module, str] | None
+) -> bool:
+    """Return whether ``param`` at ``place``, (module, name), would be neither ignored nor a parameter of ``unit``.
 
-    ``own_name``: the name of a parameter of ``module`` itself; None: the parameter belongs to a module that is added.
+    At the place of an original parameter ``Unit.write_back()`` takes its values. ``place`` None: in an added module.
     """
-    if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
-        return
+    if param in ignored or isinstance(param, FlatParameter):
+        return False
     if any(param is flat_param.flat for flat_param in unit.flat_params):
-        return  # isinstance() above does not know the deep copy of a FlatParameter
-    if own_name is not None and (module, own_name) in unit.places:
-        return  # it replaces an original parameter: Unit.write_back() takes its values
+        return False  # isinstance() above does not know the deep copy of a FlatParameter
+    return place is None or place not in unit.places
+
+
+def _check(unit: Unit, module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Raises: ValueError naming the parameter and the module, if the parameter is trainable: it may not be added."""
+    if not param.requires_grad:
+        return
     where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
     if owner is not None:
         raise ValueError(
@@ -116,3 +141,58 @@ def _check(
         f"parameter `{name}` was added to {where} after that was wrapped, so each rank would train another copy. Add "
         "it before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
     )
+
+
+# By unit: the modules with a frozen parameter that was added. A copied or loaded unit is not here before its forward
+_watched: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _watch(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Let each forward of ``unit`` look at the parameters of ``modules``: to unfreeze one calls no hook of torch.
+
+    A hook of the wrapper does it, so forwards of units without additions do nothing more.
+    """
+    wrappers = [each for each, (owner, _) in list(_inside.items()) if isinstance(each, Wrapper) and owner() is unit]
+    for wrapper in wrappers:
+        if _refuse_unfrozen not in wrapper._forward_pre_hooks.values():
+            wrapper.register_forward_pre_hook(_refuse_unfrozen)
+            _watched[unit] = weakref.WeakSet()
+        _watched_in(wrapper).update(modules)
+
+
+def _watched_in(wrapper: Wrapper) -> weakref.WeakSet[nn.Module]:
+    unit = wrapper._unit
+    if unit not in _watched:  # a copy has the hook of its original, and does not know the additions
+        _watched[unit] = weakref.WeakSet(sealed(unit, wrapper.modules()))
+    return _watched[unit]
+
+
+def _refuse_unfrozen(wrapper: Wrapper, args: Any) -> None:
+    """Raises: StateError naming a parameter that was added frozen and is trainable now, before it is trained.
+
+    An evaluation without gradients may run. Modules that the model no longer has may train.
+    """
+    if not (torch.is_grad_enabled() or wrapper.training):  # a reentrant checkpoint enables gradients later
+        return
+    unit = wrapper._unit
+    ignored = wrapper._ignored_params
+    trained = [
+        (module, name)
+        for module in _watched_in(wrapper)
+        for name, param in module._parameters.items()
+        if isinstance(param, nn.Parameter)  # else a view of a unit's parameter
+        and param.requires_grad
+        and owner_of_param(param) is None
+        and _is_unmanaged(unit, ignored, param, (module, name))
+    ]
+    inside = wrapper._outermost().named_modules() if trained else ()
+    names = [join(path, name) for path, module in inside for name in module._parameters if (module, name) in trained]
+    for name in map(without_units, names):
+        raise StateError(
+            printable(
+                f"parameter `{name}` was added to {unit.name} after that was wrapped, and is trainable now "
+                "(requires_grad=True), so each rank would train another copy. Freeze it again, with "
+                "requires_grad_(False); or add it before the model is wrapped, and name it in ignored_states= if each "
+                "rank shall train its own"
+            )
+        )

@@ -1,8 +1,8 @@
 """Ranks that start with other values, load others or add parameters later get an error, and no mixture.
 
 Promises:
-- errors name ranks that start from other weights or load others, parameters that are added after wrapping, and tensors
-  that cannot be flattened
+- errors name ranks that start from other weights or load others, parameters that are added after wrapping (trainable,
+  unfrozen later, or in a frozen module that was added), and tensors that cannot be flattened
 - ranks that start from other weights, also where meta modules get values, give no mixture: full state dicts, summon
   and checkpoints raise: `test_ranks_that_start_apart`,
   `test_ranks_whose_random_states_differ_where_meta_modules_get_values`
@@ -27,6 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import _C, ShardingStrategy, checkpoint, load_safetensors
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp.errors import StateError
 
 APART = r"parameter `{}` of the unit of {}(?: at `.*`)? has other values on rank 1 than on rank 0.*check_values=False"
 
@@ -297,6 +298,102 @@ def test_what_is_added_to_a_copy(uo):
             with FSDP.summon_full_params(each):
                 assert each.module.last.weight.shape == (1, 5)
             each(data(0)).sum().backward()
+
+
+def lora():
+    """A frozen layer that is added; its trainable part comes later."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("at", ["root", "unit", "copy", "pickle"])
+def test_what_is_added_frozen_and_trained_later(uo, at):
+    """The next forward of a training step refuses it, by name; evaluation and what is ignored or removed go on."""
+    with fake_world(2):
+        ignored = nn.Parameter(torch.ones(2), requires_grad=False)
+        module = make()
+        module.own = ignored
+        model = wrap_blocks(module, use_orig_params=uo, ignored_states=[ignored])
+        assert not any(each._forward_pre_hooks for each in FSDP.fsdp_modules(model))
+        path = "blocks.0." if at == "unit" else ""
+        (model.blocks[0] if at == "unit" else model).module.more = lora()
+        (model.blocks[0] if at == "unit" else model).module.one = nn.Parameter(torch.ones(2), requires_grad=False)
+        if at == "copy":
+            model = copy.deepcopy(model)
+        elif at == "pickle":
+            model = pickle.loads(pickle.dumps(model))
+        holder = (model.blocks[0] if at == "unit" else model).module
+        model.module.own.requires_grad_(True)
+        model(data(0)).sum().backward()
+        for param, name in ((holder.more[1].weight, "more.1.weight"), (holder.one, "one")):
+            param.requires_grad_(True)
+            message = (
+                rf"parameter `{path}{name}` was added to the unit of \w+.* after that was wrapped, and is trainable"
+            )
+            with pytest.raises(StateError, match=message):
+                model(data(0))
+            model.eval()
+            with torch.no_grad():
+                model(data(0))
+            model.train()
+            param.requires_grad_(False)
+            model(data(0)).sum().backward()
+        added = holder.more
+        del holder.more
+        added.requires_grad_(True)
+        model(data(0)).sum().backward()
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_is_added_to_an_addition(uo):
+    """A trainable parameter or module that a frozen addition gets, or that insert() puts into a list, is refused."""
+    with fake_world(2):
+        module = make()
+        module.chain, module.ignored = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Linear(2, 2))
+        model = wrap_blocks(module, use_orig_params=uo, ignored_modules=[module.ignored])
+        model.module.more = lora()
+        for place, name in ((model.module.more, "2"), (model.module.more[0], "inner")):
+            with pytest.raises(ValueError, match=rf"parameter `{name}.weight` was added to a \w+ in the unit of"):
+                place.add_module(name, nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"parameter `weight` was added to a Linear in the unit of"):
+            model.module.more[0].weight = nn.Parameter(torch.ones(2, 2))
+        for place, added in ((model.module.blocks, nn.Linear(2, 2)), (model.module.chain, nn.Linear(2, 2))):
+            before = list(place)
+            with pytest.raises(ValueError, match=r"parameter `0.weight` was added to a \w+ in the unit of"):
+                place.insert(0, added)
+            assert list(place) == before
+        model.module.chain.insert(0, nn.Linear(2, 2).requires_grad_(False))
+        model.module.chain[0].bias.requires_grad_(True)
+        with pytest.raises(StateError, match=r"parameter `chain.0.bias` was added"):
+            model(data(0))
+        model.module.chain[0].bias.requires_grad_(False)
+        model.module.again = model.module.ignored
+        model.module.ignored.append(nn.Linear(2, 2))  # ignored modules may get more
+        model.module.more[0]._parameters["weight"] = nn.Parameter(torch.ones(2, 2))  # past torch's hooks
+        with pytest.raises(StateError, match=r"parameter `more.0.weight` was added"):
+            model(data(0))
+
+
+def trained_by_each_rank():
+    rank = dist.get_rank()
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = wrap_blocks(make(), use_orig_params=True, sharding_strategy=strategy)
+        model(data(rank)).sum().backward()
+        model.first.more = nn.Linear(3, 3).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.first.more.weight.requires_grad_(True)
+        for _ in range(2):
+            with pytest.raises(StateError, match=r"parameter `first.more.weight` was added to the unit of Model"):
+                model(data(rank))
+        model.first.more.requires_grad_(False)
+        model(data(rank)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.multiprocess
+def test_what_is_trained_later_on_each_rank():
+    run_ranks(trained_by_each_rank, 2)
 
 
 def trained_on(model):
