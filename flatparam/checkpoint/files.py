@@ -81,8 +81,9 @@ def write_file(
     ``values``: returns the tensor of a part when its turn comes; the part itself may have a meta tensor.
     ``metadata``: entries of the header beside those of torch's distributed checkpoints.
     Returns: the index's entry for the file: its size in bytes, the crc32 of its header, and the boxes in it.
-    Raises: CheckpointError for a name that the format reserves, before the file is made; OSError. A file that could not
-    be written to its end is left there: the caller removes its folder. The caller has checked the dtypes.
+    Raises: CheckpointError for a name that the format reserves, or that two parts have, before the file is made;
+    OSError. A file that could not be written to its end is left there: the caller removes its folder. The caller has
+    checked the dtypes.
     """
     parts = sorted(parts, key=lambda part: -part.tensor.itemsize)
     chunks: dict[str, Chunk] = {}
@@ -90,6 +91,8 @@ def write_file(
     for part in parts:
         if part.key == "__metadata__":
             raise CheckpointError("`__metadata__` is no name for a tensor in a safetensors file: rename it")
+        if part.key in chunks:
+            raise CheckpointError(f"two tensors named `{part.key}` for {name}, which can have one: rename one of them")
         chunks[part.key] = Chunk(name, NAMES[part.tensor.dtype], part.shape, part.offsets, tuple(part.tensor.shape), at)
         at += part.tensor.nbytes
     header = _header(parts, chunks, metadata)

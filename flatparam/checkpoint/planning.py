@@ -32,6 +32,7 @@ from .optimizers import GRADIENT, Named, states_of
 from .pieces import InHandle, all_held, written
 from .values import encode
 
+OF_MODULES = "modules."  # before the names of modules' tensors in a rank's file: a module may be called `extra`, `kept`
 # Kind of value that must be equal on all ranks -> (its name in messages, advice if it is not)
 ALIKE = {
     "gradient": (
@@ -149,7 +150,7 @@ def plan_save(
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: first for first, *others in names.values() for name in others} if rank == 0 else {}
     plan.alone.modules = {
-        name: encode(inner.get_extra_state(), name, plan.alone.of_modules)
+        name: encode(inner.get_extra_state(), name, plan.alone.of_modules, OF_MODULES)
         for name, inner in extra_states(module, "get_extra_state").items()
     }
     rest = (one for one in plan.held if not one.is_managed and one not in base)
@@ -182,7 +183,7 @@ def _plan_given(plan: SavePlan, given: Given, base: dict[LocalParam, str], rank:
     given.tensors = {name: tensor for name, tensor in given.tensors.items() if not name.startswith(of_base)}
     plan.alone.tensors |= given.tensors
     for name, value in given.values.items():
-        plan.alone.modules[name] = encode(value, name, plan.alone.of_modules)
+        plan.alone.modules[name] = encode(value, name, plan.alone.of_modules, OF_MODULES)
     if rank == 0:
         for name, tensor in given.tensors.items():
             plan._put(MODEL, 0, rank, Part.whole(name, tensor))

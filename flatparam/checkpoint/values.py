@@ -22,14 +22,14 @@ _WIDE = 2**53  # larger integers become text: other readers of JSON make floats 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, Tensor], prefix: str = "") -> Any:
     """Return ``value`` for JSON, and put its tensors into ``tensors`` under their paths, detached, not copied.
 
-    ``path``: the path of ``value``, for names and messages. Raises: CheckpointError naming the path of a value that is
-    no tensor, number, str, bool, None, dtype, or list, tuple or dict of those.
+    ``path``: the path of ``value``, for names and messages; ``prefix``: goes before the names. Raises: CheckpointError
+    naming the path of a value that is no tensor, number, str, bool, None, dtype, or list, tuple or dict of those.
     """
     try:
-        found = _encode(value, path, tensors)
+        found = _encode(value, path, tensors, prefix)
         if not _is_deeper(found, MOST_DEPTH):
             return found
     except RecursionError:
@@ -46,7 +46,7 @@ def _is_deeper(value: Any, most: int) -> bool:
     return bool(level)
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], prefix: str) -> Any:
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -61,32 +61,30 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         refuse_freed(value, f"`{path}`")
         if value.dtype not in NAMES:
             raise CheckpointError(f"`{path}` is of {value.dtype}, which no safetensors file has")
-        name = path
+        name = prefix + path
         while name in tensors:
             name += "'"
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if type(value) in (list, torch.Size, tuple):
-        items = [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+        items = [_encode(item, f"{path}[{i}]", tensors, prefix) for i, item in enumerate(value)]
         return {_TUPLE: items} if type(value) is tuple else items
     if type(value) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
-        return _encode_dict(value, path, tensors)
+        return _encode_dict(value, path, tensors, prefix)
     raise CheckpointError(
         f"`{path}` is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint has tensors, numbers, str, "
         "bool, None, and lists, tuples and dicts of those; give its state_dict(), or the numbers in it"
     )
 
 
-def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], prefix: str) -> Any:
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if plain and type(value) is not collections.Counter:
-        return {key: _encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        return {key: _encode(item, f"{path}.{key}", tensors, prefix) for key, item in value.items()}
     for key in value:
         if type(key) not in (str, int, float, bool, tuple, type(None)):
             raise CheckpointError(f"`{path}` has the key {key!r}: keys are str, numbers, bool, None or tuples of those")
-    pairs = [
-        [_encode(key, f"{path}.{key}", tensors), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
-    ]
+    pairs = [[_encode(one, f"{path}.{key}", tensors, prefix) for one in (key, item)] for key, item in value.items()]
     return {_COUNTER if type(value) is collections.Counter else _DICT: pairs}
 
 

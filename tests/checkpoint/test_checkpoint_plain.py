@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import flatparam
+from flatparam.checkpoint.files import Part, write_file
 
 
 class Counting(nn.Module):
@@ -109,4 +110,61 @@ def test_a_freed_tensor_in_the_state_of_a_module_is_refused_before_anything_is_w
 
     with pytest.raises(flatparam.checkpoint.CheckpointError, match="the storage of `_extra_state` was freed"):
         flatparam.checkpoint.save(tmp_path / "one", Freed())
+    assert not list(tmp_path.iterdir())
+
+
+class Noise(nn.Module):
+    """A tensor in its extra state, and a list of tensors that it writes into its state dict."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.state, self.rng = torch.full((3,), value), [torch.full((4,), value + 1)]
+
+    def get_extra_state(self):
+        return {"step": self.state}
+
+    def set_extra_state(self, state):
+        self.state = state["step"]
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "rng"] = self.rng
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.rng = state.pop(prefix + "rng")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@pytest.mark.parametrize("name", ["extra", "kept", "own", "own_states", "state", "piece", "param_groups[0]"])
+def test_modules_with_the_names_of_what_a_rank_writes(name, tmp_path):
+    """Their states and the ``extra`` and optimizer states of the same names come back, each to its own."""
+
+    def build(value):
+        model = nn.Module()
+        model.add_module(name, Noise(value))
+        model.weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([model.weight], lr=torch.tensor(value))
+        optimizer.state[model.weight]["_extra_state"] = {"step": [torch.full((2,), value)]}
+        return model, optimizer
+
+    saved, optimizer = build(1.0)
+    extra = {"_extra_state": {"step": torch.zeros(3)}, "rng": [torch.zeros(4)], name: torch.zeros(1)}
+    flatparam.checkpoint.save(tmp_path / "one", saved, optimizer, extra=extra)
+    flatparam.checkpoint.verify(tmp_path / "one")
+    model, optimizer = build(5.0)
+    found = flatparam.checkpoint.load(tmp_path / "one", model, optimizer).extra
+    assert torch.equal(found["_extra_state"]["step"], torch.zeros(3))
+    assert torch.equal(found["rng"][0], torch.zeros(4))
+    assert torch.equal(found[name], torch.zeros(1))
+    noise = getattr(model, name)
+    assert torch.equal(noise.state, torch.ones(3))
+    assert torch.equal(noise.rng[0], torch.full((4,), 2.0))
+    assert torch.equal(optimizer.state[model.weight]["_extra_state"]["step"][0], torch.ones(2))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_two_tensors_of_one_name_are_refused_before_a_file_is_written(tmp_path):
+    parts = [Part.whole("twice", torch.zeros(1)), Part.whole("twice", torch.ones(1))]
+    with pytest.raises(flatparam.checkpoint.CheckpointError, match="two tensors named `twice` for ranks/one"):
+        write_file(tmp_path, "ranks/one.safetensors", parts, lambda count: None)
     assert not list(tmp_path.iterdir())
