@@ -166,3 +166,23 @@ def test_a_parameter_without_state_beside_others_that_have_some_is_named(tmp_pat
         with pytest.warns(UserWarning, match=message) as told:
             checkpoint.load(tmp_path / "False", model, optimizer)
         assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("uo", [False, True, None])
+def test_a_parameter_without_elements_has_no_state_and_no_warning(tmp_path, uo):
+    """``uo``: of the wrapper; None: without one."""
+    with fake_world(1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        module = nn.Linear(3, 2)
+        module.none = nn.Parameter(torch.zeros(0, 4))
+        model = module if uo is None else FSDP(module, use_orig_params=uo)
+        optimizer = torch.optim.AdamW(model.parameters())
+        (model(torch.ones(2, 3)).sum() + module.none.sum()).backward()
+        optimizer.step()
+        checkpoint.save(tmp_path / "one", model, optimizer)
+        checkpoint.load(tmp_path / "one", model, optimizer)
+        if uo is not None:
+            state = FSDP.full_optim_state_dict(model, optimizer)
+            state["state"].pop("none", None)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))

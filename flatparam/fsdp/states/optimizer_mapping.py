@@ -273,10 +273,11 @@ def cut(
 def told_of_missing(group: Iterable[tuple[SteppedParam, bool]]) -> str | None:
     """Return a warning about a group in which some parameters have state and others have none; None: no warning.
 
-    ``group``: the tensors that the optimizer steps, each with whether there is state for it.
+    ``group``: the tensors that the optimizer steps, each with whether there is state for it. A parameter without
+    elements needs none: optimizers may skip it, and a checkpoint has no state of it.
     """
     group = list(group)
-    lacking = [f"`{param.name}`" for one, has in group if not has for param in one.params]
+    lacking = [f"`{param.name}`" for one, has in group if not has for param in one.params if 0 not in param.shape]
     having = next((one.name for one, has in group if has), None)
     if having is None or not lacking:
         return None
