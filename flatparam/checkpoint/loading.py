@@ -80,7 +80,8 @@ def load(
         path: a checkpoint of flatparam; a folder of torch's distributed checkpoint; a safetensors file, or an index.
         model: wrapped or plain, the same on all ranks.
         optimizer: one, or a list or dict of several, with the labels of the save.
-        strict: the checkpoint must have every name of the model, and no other.
+        strict: the checkpoint must have every name of the model and of the optimizer, and no other. False: those that
+            both have are loaded. A group of the optimizer of which nothing was saved keeps its settings.
         convert: for an optimizer of another class than the saved one: maps keys of the saved state to keys here. Other
             keys are dropped, and the groups keep their settings. ``{}``: the state starts anew.
         check_finite: refuse NaN and infinities.

@@ -67,7 +67,8 @@ class OptimizerPlan:
     def plan(self, strict: bool, convert: Convert) -> None:
         """Plan the states, gradients and settings.
 
-        ``strict``: an optimizer here must step every parameter with a saved state. ``convert``: as in ``load``.
+        ``strict``: the optimizers here must step every parameter with a saved state, and no other. ``convert``: as in
+        ``load``.
         Raises: CheckpointError for parameters, states, shapes and classes that do not fit.
         """
         groups = self._named.groups
@@ -76,7 +77,7 @@ class OptimizerPlan:
         converts = [self._is_converted(group, convert) for group in groups]
         for group, converted in zip(groups, converts, strict=True):
             takes = self._told["groups"] is not None and not converted
-            self.settings.append(self._settings_of(group) if takes else {})
+            self.settings.append(self._settings_of(group, strict) if takes else {})
         if strict:
             self._check_wanted()
         has = {name for name, state in self._states.items() if state.keys() - {GRADIENT}}
@@ -252,17 +253,19 @@ class OptimizerPlan:
                     "has these parameters: pass all of them, or strict=False"
                 )
 
-    def _settings_of(self, group: Group) -> dict[str, Any]:
-        """Return the saved settings for ``group``, on the devices of those here.
+    def _settings_of(self, group: Group, strict: bool) -> dict[str, Any]:
+        """Return the saved settings for ``group``, on the devices of those here. Empty: none of it was saved.
 
-        Raises: CheckpointError if a parameter was in no group, or its groups had different settings.
+        Raises: CheckpointError if a parameter was in no group, and ``strict``, or its groups had different settings.
         """
         wanted = {param.name for param in group.params}
         absent = wanted - self._saved.keys()
-        if absent:
+        if absent and strict:
             raise CheckpointError(
-                f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {group.number} has"
+                f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {group.number} has: make "
+                "the optimizer as it was saved, or pass strict=False, which loads the states that both have"
             )
+        wanted -= absent
         numbers, of_first = sorted({self._saved[name] for name in wanted}), OfRank(self._source, 0)
         saved = (self._told["groups"][number][0].items() for number in numbers)
         found, *others = [{key: decode(value, of_first) for key, value in items} for items in saved] or [{}]

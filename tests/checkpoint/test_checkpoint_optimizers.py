@@ -1,5 +1,7 @@
 """Several optimizers in one checkpoint, each with other parameters."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import checkpoint
+from flatparam import ShardingStrategy, checkpoint
 from flatparam.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.multiprocess
@@ -177,3 +179,61 @@ def test_states_that_one_flat_parameter_cannot_have_are_refused_by_name(tmp_path
             with pytest.raises(CheckpointError, match=said):
                 checkpoint.load(tmp_path / name, model, optimizer)
             assert not optimizer.state
+
+
+class Chain(nn.Sequential):
+    """Linear layers with the given names."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(len(names))
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+
+def chain(names, lr, steps, **arguments):
+    """A model, and its optimizer after ``steps`` steps: two groups, a layer of its own in the second one."""
+    model = FSDP(Chain(names), use_orig_params=True, **arguments)
+    layers = [list(model.module.get_submodule(name).parameters()) for name in names]
+    optimizer = torch.optim.AdamW(
+        [{"params": [one for layer in layers[:-1] for one in layer]}, {"params": layers[-1], "lr": 10 * lr}], lr=lr
+    )
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def of_other_layers(folder):
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        arguments = {"sharding_strategy": ShardingStrategy[strategy]}
+        model, optimizer = chain("abc", 0.01, 2, **arguments)
+        checkpoint.save(folder / strategy, model, optimizer)
+        saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        for names, groups in (("abd", [0.01, 50.0]), ("abcd", [0.01, 50.0]), ("ab", [0.01, 0.01])):
+            if names == "abcd":  # its second group is of d alone, and c was in the saved second group
+                other, mine = chain(names, 5.0, 0, **arguments)
+                third = mine.param_groups[0]["params"]
+                mine = torch.optim.AdamW([{"params": third[:4]}, {"params": mine.param_groups[1]["params"]}], lr=50.0)
+            else:
+                other, mine = chain(names, 5.0, 0, **arguments)
+            with pytest.raises(CheckpointError, match="pass strict=False to load the names that both have"):
+                checkpoint.load(folder / strategy, other, mine)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parameters without state: another test's
+                found = checkpoint.load(folder / strategy, other, mine, strict=False)
+            assert sorted(found.missing) == (["d.bias", "d.weight"] if "d" in names else [])
+            assert [group["lr"] for group in mine.param_groups] == groups
+            here = FSDP.full_optim_state_dict(other, mine, rank0_only=False)["state"]
+            both = {name for name in saved if name[0] in names and not (names == "abcd" and name[0] == "c")}
+            assert here.keys() == both
+            for name in both:
+                torch.testing.assert_close(here[name], saved[name], rtol=0, atol=0)
+        other, mine = chain("abcd", 5.0, 0, **arguments)
+        with pytest.raises(CheckpointError, match="several saved groups"):
+            checkpoint.load(folder / strategy, other, mine, strict=False)
+
+
+def test_what_both_optimizers_have_is_loaded_if_not_strict(tmp_path):
+    simulate_ranks(of_other_layers, 2, tmp_path)
