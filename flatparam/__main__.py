@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> int:
         try:
             return command(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None: the process was started without one
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes at its end, too
         return 128 + signal.SIGPIPE

@@ -14,7 +14,7 @@ from ..fsdp.errors import FileError
 from ..fsdp.names import printable
 from ..fsdp.states.safetensors_files import DTYPES
 from .errors import CheckpointError
-from .exporting import TIED, export, opened, other_names, tensors_of, verify
+from .exporting import TIED, export, opened, other_names, target_of, tensors_of, verify
 from .files import Chunk
 from .index import Index
 
@@ -35,10 +35,18 @@ def parser() -> Parser:
     for command in (show, check, write):
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, a safetensors file or an index")
         command.add_argument("--trusted", action="store_true", help="read torch's .metadata, a pickle: it can run code")
-    write.add_argument("file", type=Path, metavar="FILE", help="the file to write; one that is there is replaced")
+    write.add_argument("file", type=_target, metavar="FILE", help="the file to write; one that is there is replaced")
     write.add_argument("--tied", choices=TIED, default="one", help="names of a tied parameter in the file")
     write.add_argument("--quiet", action="store_true", help="no progress bar on a terminal")
     return made
+
+
+def _target(file: str) -> Path:
+    """Return the file to write. Raises: argparse's error, for the status of bad input."""
+    try:
+        return target_of(file)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def gathered_over(unit: dict[str, Any]) -> str:

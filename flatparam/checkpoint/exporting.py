@@ -92,13 +92,7 @@ def export(
     """
     if tied not in TIED:
         raise CheckpointError(f"expected tied= to be one of {', '.join(map(repr, TIED))}, got {tied!r}")
-    target = Path(os.path.abspath(file))
-    if target.is_dir():
-        raise CheckpointError(f"{target}: is a folder; name a file in it")
-    if target.suffix != ".safetensors":
-        raise CheckpointError(f"{target}: expected a name that ends in .safetensors, got {target.name}")
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent}: there is no such folder; make it first")
+    target = target_of(file)
     meter = Meter("export", progress)
     try:
         with opened(path, trusted) as source:
@@ -128,6 +122,18 @@ def export(
     finally:
         seconds = meter.close()
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
+
+
+def target_of(file: str | os.PathLike[str]) -> Path:
+    """Return the path of ``file``. Raises: CheckpointError if ``export`` cannot write it."""
+    target = Path(os.path.abspath(file))
+    if target.is_dir():
+        raise CheckpointError(f"{target}: is a folder; name a file in it")
+    if target.suffix != ".safetensors":
+        raise CheckpointError(f"{target}: expected a name that ends in .safetensors, got {target.name}")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent}: there is no such folder; make it first")
+    return target
 
 
 def other_names(source: Source) -> dict[str, str]:

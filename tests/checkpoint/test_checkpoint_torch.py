@@ -269,6 +269,21 @@ def test_export_shows_its_bar_on_a_terminal_alone(tmp_path, terminal, options):
     assert (status, bool(err)) == (0, terminal and not options), err
 
 
+def test_a_file_to_write_that_cannot_be_is_bad_input(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "in.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, said in (
+        ("out", "expected a name that ends in .safetensors, got out"),
+        ("none/out.safetensors", "there is no such folder; make it first"),
+        ("folder.safetensors", "is a folder; name a file in it"),
+    ):
+        status, out, err = command("export", tmp_path / "in.safetensors", tmp_path / name)
+        assert (status, out) == (2, "")
+        assert said in err
+        assert len(err.splitlines()) == 1
+    assert command("export", tmp_path / "none", tmp_path / "out.safetensors")[0] == 1  # no checkpoint
+
+
 def test_help_shows_each_default_once():
     status, out, _ = command("export", "--help")
     assert status == 0
