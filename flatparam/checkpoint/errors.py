@@ -3,11 +3,26 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
 
 from ..fsdp.errors import CheckpointError
 from ..fsdp.names import listed, printable
 
-__all__ = ["CheckpointError", "names_that_differ", "naming_checkpoint"]
+__all__ = ["CheckpointError", "ModelTypeError", "check_model", "names_that_differ", "naming_checkpoint"]
+
+
+class ModelTypeError(CheckpointError, TypeError):
+    """The model of a save or a load is no module."""
+
+
+def check_model(model: Any, what: str) -> None:
+    """Raises: ModelTypeError that says what came, unless ``model`` is a module. ``what``: the function of the call."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        came = "None" if model is None else kind
+        raise ModelTypeError(f"{what}: expected the model to be a torch.nn.Module, got {came}")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..fsdp.unit.base import Wrapper, wrappers_in
 from ..fsdp.unit.local_params import LocalParam, unit_paths, units_in
 from ..layer_zero._sums import Sum
 from .base import description, is_trained, sums_of_samples
-from .errors import CheckpointError
+from .errors import CheckpointError, check_model
 from .files import NAMES, Part
 from .gradients import taken
 from .index import MODEL, OPTIMIZER, RANKS
@@ -200,7 +200,8 @@ def _plan_given(plan: SavePlan, given: Given, base: dict[LocalParam, str], rank:
 
 def check_idle(module: nn.Module, what: str) -> None:
     """Raises: StateError naming a unit that is in the middle of a pass or summoned; CheckpointError if torch's
-    FullyShardedDataParallel wraps a module."""
+    FullyShardedDataParallel wraps a module; ModelTypeError if ``module`` is none."""
+    check_model(module, what)
     for path, inner in module.named_modules():
         if isinstance(inner, Wrapper):
             inner._check_idle_here(what)

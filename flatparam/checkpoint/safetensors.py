@@ -23,7 +23,7 @@ from ..fsdp.states.loading import Values, agree_on_loading
 from ..fsdp.states.safetensors_files import Files, sample_of
 from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..fsdp.unit.unit import units_of
-from .errors import names_that_differ, naming_checkpoint
+from .errors import check_model, names_that_differ, naming_checkpoint
 from .foreign import Foreign, whole_tensors
 from .model_plan import ModelPlan
 from .planning import check_idle
@@ -46,8 +46,9 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     Returns: ``missing_keys`` and ``unexpected_keys``.
     Raises: RuntimeError on every rank, naming the rank and its error: missing or unexpected names; another shape or
     kind of dtype; a file that is not in the format or cannot be read; different files on other ranks; a model in the
-    middle of a step; a hook that computes with a parameter. The model is then as before.
+    middle of a step; a hook that computes with a parameter. The model is then as before. TypeError for no module.
     """
+    check_model(module, "load_safetensors")
     units = list(units_of(module.modules()))
     loading = _Loading(module)
     error: Exception | None = None

@@ -466,9 +466,16 @@ def _check_covered(index: Index) -> None:
     for folder, tensors in index.tensors.items():
         for key, chunks in tensors.items() if folder != RANKS else ():
             found = sum(math.prod(chunk.sizes) for chunk in chunks)
-            if found != math.prod(chunks[0].shape):
+            told = f"`{key}` of shape {chunks[0].shape} was written with {found} elements"
+            if found < math.prod(chunks[0].shape):
                 raise CheckpointError(
-                    f"`{key}` of shape {chunks[0].shape} was written with {found} elements: not all ranks have it"
+                    f"{told}: not all ranks have it, or its unit is over more ranks than the save: pass process_group= "
+                    "with the ranks of the unit"
+                )
+            if found > math.prod(chunks[0].shape):
+                raise CheckpointError(
+                    f"{told}, more than it has: several ranks have the same ones, so its unit is over other groups "
+                    "than the save: pass process_group= with the ranks of the unit, and another path for each group"
                 )
 
 

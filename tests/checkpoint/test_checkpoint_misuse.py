@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from simulated_ranks import simulate_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import checkpoint
+from flatparam import checkpoint, load_safetensors
 from flatparam.checkpoint import CheckpointError, saving
 from flatparam.checkpoint.files import Part, write_file
 from flatparam.checkpoint.index import NAME, read_sealed, write_sealed
@@ -365,3 +366,42 @@ def test_a_group_for_each_parameter_takes_linear_time(tmp_path):
     seconds(10)
     few, many = seconds(500), seconds(2000)
     assert many < 10 * few, json.dumps([few, many])
+
+
+@pytest.mark.parametrize(
+    ("model", "came"),
+    [(None, "got None"), (nn.Linear, "got the class Linear"), ({"weight": torch.ones(1)}, "got a dict")],
+)
+def test_what_is_no_model(tmp_path, model, came):
+    """It is a TypeError that says what was expected and what came, for each function that takes a model."""
+    checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
+    files = tmp_path / "one.safetensors"
+    checkpoint.export(tmp_path / "one", files)
+    for what, call in (
+        ("checkpoint.save", lambda: checkpoint.save(tmp_path / "two", model)),
+        ("checkpoint.save", lambda: checkpoint.async_save(tmp_path / "two", model)),
+        ("checkpoint.load", lambda: checkpoint.load(tmp_path / "one", model)),
+        ("load_safetensors", lambda: load_safetensors(model, files)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{what}: expected the model to be a torch.nn.Module, {came}") as raised:
+            call()
+        assert what == "load_safetensors" or isinstance(raised.value, CheckpointError)
+    assert not (tmp_path / "two").exists()
+
+
+def over_other_groups(folder):
+    """Each rank has the whole model, and the save is over both; or the model is over both, and the save over one."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = FSDP(nn.Linear(4, 4, bias=False), process_group=alone, use_orig_params=True)
+    said = r"`weight` of shape \(4, 4\) was written with 32 elements, more than it has: .* pass process_group="
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save(folder / "one", model)
+    checkpoint.save(folder / f"of {dist.get_rank()}", model, process_group=alone)
+    shared = FSDP(nn.Linear(4, 4, bias=False), use_orig_params=True)
+    said = r"`weight` of shape \(4, 4\) was written with 8 elements: not all ranks have it, .* pass process_group="
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save(folder / f"part {dist.get_rank()}", shared, process_group=alone)
+
+
+def test_a_model_over_other_groups_than_the_save(tmp_path):
+    simulate_ranks(over_other_groups, 2, tmp_path)
