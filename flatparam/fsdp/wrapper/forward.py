@@ -250,9 +250,13 @@ def _cast_buffers(wrapper: Wrapper, wrappers: list[Wrapper]) -> None:
 
 
 def _casts(wrapper: Wrapper) -> torch.dtype | None:
-    """The dtype that floating inputs are cast to; None: they are not cast."""
+    """The dtype that floating inputs are cast to; None: they are not cast.
+
+    As torch 2.13 does: a unit with parameters of its own by one setting, and the root by the other, or by both.
+    """
     precision = wrapper.mixed_precision
-    casts = precision.cast_root_forward_inputs if wrapper.check_is_root() else precision.cast_forward_inputs
+    casts = precision.cast_forward_inputs and bool(wrapper._unit.flat_params)
+    casts |= precision.cast_root_forward_inputs and wrapper.check_is_root()
     return precision.param_dtype if casts else None
 
 

@@ -2,15 +2,18 @@
 
 Promises:
 - attributes of torch's class beside its API, which tools read, have torch's values
+- units cast the inputs that torch's class casts, with each setting: `test_inputs_are_cast_as_torchs`
 """
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
@@ -123,6 +126,45 @@ def gathered():
     model._wait_unshard_streams_on_current_stream()
 
 
+class Seeing(nn.Module):
+    """Keeps the dtype of its input; computes in the dtype of its parameter, if it has one."""
+
+    def __init__(self, inner=None, has_param=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3)) if has_param else None
+        self.inner = inner
+        self.seen = None
+
+    def forward(self, x, factor):
+        self.seen = x.dtype, factor.dtype
+        if self.weight is not None:
+            x = self.weight * x
+        x = x.float()  # another dtype than that of the computation: an inner unit casts it, or does not
+        return x if self.inner is None else self.inner(x, factor=factor.float())
+
+
+def dtypes_seen(wrap, of_inner, of_root, has_params):
+    """The dtypes that the modules of a tree see, from the outermost one on. ``wrap``: a class of a wrapper."""
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=of_inner, cast_root_forward_inputs=of_root)
+    modules, model = [], None
+    for has_param in reversed(has_params):
+        modules.insert(0, Seeing(model, has_param))
+        model = wrap(modules[0], mixed_precision=mixed)
+    for _ in range(2):
+        model(torch.ones(2, 3), factor=torch.ones(1, dtype=torch.float64))
+    return [module.seen for module in modules]
+
+
+def casts():
+    """The root casts its inputs if either setting is on, other units if ``cast_forward_inputs`` is: as torch."""
+    torchs = functools.partial(TorchsFSDP, device_id=torch.device("cpu"))
+    for of_inner, of_root in itertools.product((False, True), repeat=2):
+        for has_params in ((True,), (True, True), (False, True), (True, False, True)):
+            note(f"{of_inner} {of_root} {has_params}")
+            expected = dtypes_seen(torchs, of_inner, of_root, has_params)
+            assert dtypes_seen(FSDP, of_inner, of_root, has_params) == expected
+
+
 def summoned():
     """Inside of summon_full_params the flat parameters are whole, as torch's are, where they are shown."""
     settings = [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)]  # torch pads NO_SHARD with True
@@ -191,3 +233,8 @@ def test_flat_parameters_are_whole_where_they_are_summoned():
 @pytest.mark.multiprocess
 def test_params_are_what_is_there():
     run_ranks(gathered, 2)
+
+
+@pytest.mark.multiprocess
+def test_inputs_are_cast_as_torchs():
+    run_ranks(casts, 2)
