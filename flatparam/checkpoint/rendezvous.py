@@ -1,6 +1,8 @@
-"""Let the ranks of a save, load or resize agree, through the world's store: no collective, so any thread may do it.
+"""Let the ranks of a save, load or resize agree, through the world's store, without a collective.
 
-Each rank writes one value, the first rank decides for all and writes the verdict. Waits end if a rank is gone.
+All ranks make their calls in one order, so one thread of each makes them: two threads may come in another order on each
+rank, which looks like ranks that call different things. The rest of a call may run in any thread. Each rank writes one
+value, the first rank decides for all and writes the verdict. Waits end if a rank is gone.
 """
 
 import contextlib

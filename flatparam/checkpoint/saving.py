@@ -142,8 +142,9 @@ def save(
 ) -> Summary:
     """Save a checkpoint in the folder ``path``. The folder appears when all ranks have written, or never.
 
-    All ranks of ``process_group`` must call it. Each rank writes the boxes of parameters in its shards; no tensor is
-    communicated. All ranks must see the same file system. With ``optimizer``, gradients are saved too.
+    All ranks of ``process_group`` must call it, in one order with other calls over these ranks: from one thread. Each
+    rank writes the boxes of parameters in its shards; no tensor is communicated. All ranks must see the same file
+    system. With ``optimizer``, gradients are saved too.
 
     Args:
         path: a new folder, or with ``overwrite`` an existing checkpoint.
