@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FlatLayout", "FlatParamHandle", "ShardError", "install", "is_installed", "reset_state", "uninstall"]
 __all__ += ["FullyShardedDataParallel", "MemoryPlan", "Placement", "ShardingStrategy", "defer_init", "load_safetensors"]
-__all__ += ["CheckpointError", "DeviceError", "FileError", "OrderError"]
+__all__ += ["CheckpointError", "DeviceError", "FileError", "ModelTypeError", "OrderError"]
 __all__ += ["StateError", "StoreGoneError", "WritebackError"]
 __all__ += ["FlatParamShardMetadata", "FlatParameter", "ParamInfo", "SharedParamInfo"]
 __all__ += ["HandleShardingStrategy", "HandleTrainingState", "TrainingState", "TrainingState_"]

@@ -7,14 +7,10 @@ from typing import Any
 
 import torch.nn as nn
 
-from ..fsdp.errors import CheckpointError
+from ..fsdp.errors import CheckpointError, ModelTypeError
 from ..fsdp.names import listed, printable
 
-__all__ = ["CheckpointError", "ModelTypeError", "check_model", "names_that_differ", "naming_checkpoint"]
-
-
-class ModelTypeError(CheckpointError, TypeError):
-    """The model of a save or a load is no module."""
+__all__ = ["CheckpointError", "check_model", "names_that_differ", "naming_checkpoint"]
 
 
 def check_model(model: Any, what: str) -> None:

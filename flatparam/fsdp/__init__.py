@@ -6,6 +6,7 @@ from .errors import (
     CheckpointError,
     DeviceError,
     FileError,
+    ModelTypeError,
     OrderError,
     ShardError,
     StateError,
@@ -22,6 +23,6 @@ from .wrapper.wrap import ModuleWrapPolicy
 
 __all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "ShardMap", "UnitPlan"]
 __all__ += ["CheckpointError", "DeviceError", "FileError", "ShardError", "StateError", "StoreGoneError"]
-__all__ += ["ModuleWrapPolicy", "WritebackError", "defer_init"]
+__all__ += ["ModelTypeError", "ModuleWrapPolicy", "WritebackError", "defer_init"]
 __all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 __all__ += api.__all__

@@ -9,6 +9,7 @@
 | ``StoreGoneError`` | OrderError | the store of the process group is gone |
 | ``WritebackError`` | ValueError, NotImplementedError | ``summon_full_params(writeback=True, rank0_only=True)`` |
 | ``CheckpointError`` | RuntimeError | a save or load of a checkpoint has failed |
+| ``ModelTypeError`` | CheckpointError, TypeError | the model of a save or load is no module |
 | ``FileError`` | ValueError | a file is not in the safetensors format |
 """
 
@@ -37,6 +38,10 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+
+class ModelTypeError(CheckpointError, TypeError):
+    """The model of a save or a load is no module."""
 
 
 class FileError(ValueError):
