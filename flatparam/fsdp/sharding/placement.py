@@ -533,7 +533,8 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
                 f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
                 "device_mesh (outer, inner)"
             )
-        meet(dist.group.WORLD)  # torch would wait until the time-out for a rank that has ended before
+        world: Any = dist.group.WORLD
+        meet(world)  # torch would wait until the time-out for a rank that has ended before
         for column in columns:
             _made_once(column, backends)
     return _made_once(mine, backends)
