@@ -85,7 +85,7 @@ start(fp_exchange *exchange, unsigned kind)
     PyObject *like = fp_flat_buffer_unsharded(first->flat_params[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
-                                                fp_unit_collectives(first), kind);
+                                                fp_unit_collectives(first), kind, (uint32_t)exchange->n);
     Py_XDECREF(like);
     return exchange->sum == NULL ? -1 : 0;
 }

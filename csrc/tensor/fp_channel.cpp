@@ -495,7 +495,8 @@ fp_gather_is_under_way(const fp_gather *gather) noexcept
 // On the host if there is a group for it: then no wait for a device is needed. Else on the stream for copies: the host then
 // waits for the other ranks, and not for the computation of this device.
 fp_sum *
-fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives, unsigned kind)
+fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives, unsigned kind,
+             uint32_t units)
 {
     return fp::guarded<fp_sum *>(nullptr, [&] {
         const fp::Plainly plainly;
@@ -514,7 +515,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
         sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
-        fp::announce(*group, kind);
+        fp::announce(*group, kind, units);
         if (!on_host && (collectives != nullptr || !group->native)) {
             fp::call_python(collectives, "agree", sum->there, sum->there, *group);
         }

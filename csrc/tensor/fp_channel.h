@@ -58,7 +58,8 @@ enum {
 enum { FP_EVENT_TRAINED_BITS = 26 };
 /* The event as one number of 62 bits: ranks that differ in any part differ in the number. number: the id of the unit.
  * trained has FP_EVENT_TRAINED_BITS. A reduction: a hash of the flags requires_grad of the parameters. A gather of several
- * flat parameters: a hash of the ids of their units, and in the last 8 bits their number, at most 255. Others: 0. */
+ * flat parameters: a hash of the ids of their units, and in the last 8 bits their number, at most 255. A sum of flags: the
+ * number of units. Others: 0. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {
@@ -87,10 +88,11 @@ int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 1: one has b
  * short. */
 typedef struct fp_sum fp_sum;
 /* Start to add flags[n] over the group, on the host if it has a host group, else on the device of like. flags is copied, group
- * is borrowed. collectives: NULL, or the Python object that issues collectives; kind: FP_EVENT_*. NULL: nothing has begun, or
- * a watcher has raised. RuntimeError in the capture of a CUDA graph: its replay would ask no rank. */
+ * is borrowed. collectives: NULL, or the Python object that issues collectives; kind: FP_EVENT_*; units: the number of units
+ * that the flags are about, for the event. NULL: nothing has begun, or a watcher has raised. RuntimeError in the capture of a
+ * CUDA graph: its replay would ask no rank. */
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives,
-                     unsigned kind);
+                     unsigned kind, uint32_t units);
 int fp_sum_read(fp_sum *sum, int32_t *flags); /* wait, and write the n sums; -1: an interrupted wait may be repeated */
 void fp_sum_free(fp_sum *sum);                /* NULL is allowed; it does not wait */
 

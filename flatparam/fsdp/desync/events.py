@@ -24,6 +24,7 @@ _KINDS = {
 }
 
 
+_SUMS = {_C.EVENT_AGREES, _C.EVENT_AGREES_ON_GRADIENTS, _C.EVENT_LEARNS}  # each is about many units
 _STEP = "a forward or a backward"
 _CALLS = {  # by kind: the call of a user that issues it. The others belong to a step
     _C.EVENT_GATHERS_OUTSIDE: "state_dict(), summon_full_params() or the like",
@@ -58,7 +59,8 @@ class SetupCollective(enum.Enum):
 
 
 _EXCHANGES = list(SetupCollective)
-_EVENTS = 2**32 * _C.EVENT_KINDS  # the events of all units; above, a reduction adds a hash of its requires_grad flags
+# The events of all units. Above, a reduction adds a hash of its requires_grad flags, and a sum of flags the units in it
+_EVENTS = 2**32 * _C.EVENT_KINDS
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must make these calls in the same order, as often: none of them under `if rank == 0:` alone"
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
@@ -102,8 +104,9 @@ def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> C
     if kind == _C.EVENT_EXCHANGES:
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].what}, in step {step}")
     gathers = kind == _C.EVENT_GATHERS
-    trained = ids.trained(number) if more and not gathers else {}
+    trained = ids.trained(number) if more and not gathers and kind not in _SUMS else {}
     others = f" and {more % 256 - 1} flat parameters of small units with it" if more % 256 > 1 and gathers else ""
+    others = f" and {more - 1} more" if more > 1 and kind in _SUMS else others
     what = f"{_KINDS[kind]} {ids.name(number)}{others}, in step {step}"
     flags = "".join(str(int(is_trained)) for is_trained in trained.values())
     return CollectiveEvent(rank, step, event * 2 + new_pass, what, flags)
@@ -118,7 +121,7 @@ def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) ->
     """Return how two ranks' reports of one collective differ, and what to do about it."""
     one, other = sorted((first, second))
     same_unit = one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0
-    if same_unit and _kind(one) != _C.EVENT_GATHERS:
+    if same_unit and _kind(one) not in {_C.EVENT_GATHERS, *_SUMS}:
         return _trained_by_one(ids, one, other), _TRAINED
     calls = [_call(event) for event in (one, other)]
     if calls[0] != calls[1]:
