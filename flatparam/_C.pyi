@@ -198,6 +198,7 @@ class Root:
         watched: tuple[tuple[dict[str, Any], str, Any], ...],
         find_tensors: Callable[[Any], Iterable[torch.Tensor]],
         min_unit_bytes: int = 0,
+        model: Callable[[], object] | None = None,
     ) -> Root: ...
     state: Final[str]
     def tell(self, model_traces: tuple[ModelTrace, ...], /) -> None: ...

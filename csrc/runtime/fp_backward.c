@@ -13,6 +13,7 @@
 
 #include "runtime/fp_check.h"
 #include "runtime/fp_iteration.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_reduction.h"
@@ -41,6 +42,7 @@ begin_backward(fp_unit *unit)
         root->phase = fp_graph_is_retained() ? FP_PHASE_RETAINS : FP_PHASE_FREES;
     }
     root->caller = fp_graph_caller();
+    fp_members_forget(root);
     return fp_reduce_order_begin(root);
 }
 
@@ -383,6 +385,9 @@ static int
 reduce_accumulated(fp_unit *unit, fp_flat_param *flat_param)
 {
     const int all = fp_root_synchronizes(unit->root);
+    if (fp_flat_buffer_has_accumulated(flat_param->flat) || fp_flat_buffer_has_unreduced(flat_param->flat)) {
+        FP_TRY(fp_members_drop_removed(unit));
+    }
     if (all && fp_flat_buffer_has_accumulated(flat_param->flat)) {
         FP_TRY(
             fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0)); /* it may drop the gradient */

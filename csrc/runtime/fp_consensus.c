@@ -5,6 +5,7 @@
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_fresh.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_unshard.h"
 
 enum { PER_PART = 2 }; /* flags of a flat parameter in a backward: a gradient comes now; there is an accumulated one */
@@ -29,8 +30,8 @@ group_of(const fp_unit *unit)
     return fp_flat_param_plan(&unit->flat_params[0])->primary.group;
 }
 
-/* New exchanges, one for each group over which units with is_in(unit) are sharded. Units stay in the order in which they
- * joined. *n: their number. The caller frees them with free_exchanges(). NULL with an exception. */
+/* New exchanges, one for each group over which units with is_in(unit) that take part are sharded. Units stay in the order in
+ * which they joined. *n: their number. The caller frees them with free_exchanges(). NULL with an exception. */
 static fp_exchange *
 make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_t *n)
 {
@@ -41,7 +42,11 @@ make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_
     }
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
         fp_unit *unit = root->units.items[s];
-        if (!is_in(unit)) {
+        const int takes_part = is_in(unit) ? fp_members_takes_part(unit) : 0;
+        if (takes_part < 0) {
+            goto fail;
+        }
+        if (!takes_part) {
             continue;
         }
         Py_ssize_t g = 0;
@@ -202,9 +207,23 @@ agree(const fp_root *root, const question *asked)
     return status;
 }
 
+/* Nobody is asked about removed units: if one runs all the same, all ranks gather it. */
+static int
+make_removed_stale(const fp_root *root)
+{
+    for (Py_ssize_t s = 0; s < root->units.n; s++) {
+        fp_unit *unit = root->units.items[s];
+        const int has = fp_fresh_is_asked(unit) ? fp_members_has(unit) : 1;
+        FP_TRY(has);
+        unit->stale = has ? unit->stale : FP_STALE_YES;
+    }
+    return 0;
+}
+
 int
 fp_consensus_before_forward(fp_root *root)
 {
+    FP_TRY(make_removed_stale(root));
     FP_TRY(agree(root, &old));
     return agree(root, &learned);
 }

@@ -1,6 +1,6 @@
 /* runtime/fp_consensus.h -- the consensus of the ranks about units, by all-reduces of flags over each group. At most two when a
  * forward of the model begins: which units are stale, and which are never gathered ahead. One in a backward: which units with
- * a secondary shard get a gradient.
+ * a secondary shard get a gradient. They are about units that are in the model (fp_members.h).
  *
  * Functions give 0, or -1 with an exception. A rank that fails before an all-reduce still takes part in it and sets its error
  * slot; then all ranks raise. fp_root.consensus has the all-reduces of the backward under way. */

@@ -7,6 +7,7 @@
 #include "runtime/fp_check.h"
 #include "runtime/fp_fresh.h"
 #include "runtime/fp_iteration.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_unshard.h"
 
 /* 1: gather the next unit while this one computes: it was asked for, or gathers run on a separate stream of an accelerator. */
@@ -27,8 +28,9 @@ find_next(const fp_unit *unit, fp_unit **next)
         return 0;
     }
     const int fresh = fp_fresh_is_of_now(*next);
-    *next = fresh ? NULL : *next;
-    return fresh < 0 ? -1 : 0;
+    const int has = fresh ? 0 : fp_members_has(*next);
+    *next = has > 0 ? *next : NULL;
+    return fresh < 0 || has < 0 ? -1 : 0;
 }
 
 /* Start to gather the unit that came next in the last forward, and the small ones after it. Stale units have a separate
@@ -48,8 +50,9 @@ prefetch_forward(fp_unit *unit, int first)
         }
         root->last_refreshed = unit;
         fp_unit *stale = unit->next_refreshed;
-        if (stale != NULL && stale->stale == FP_STALE_YES) {
-            FP_TRY(fp_unshard_start(stale));
+        const int starts = stale != NULL && stale->stale == FP_STALE_YES ? fp_members_has(stale) : 0;
+        if (starts != 0 && (starts < 0 || fp_unshard_start(stale) < 0)) {
+            return -1;
         }
     }
     fp_unit *next;

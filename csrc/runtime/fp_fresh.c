@@ -20,6 +20,7 @@
  *                                            eval() other values
  *   unit->ahead: LEARNED, WRITTEN             asked: one all-reduce when a forward begins after the first one of a unit,
  *                                            with and without gradients. refresh() forgets it on all ranks
+ *   which units are in the model             control flow: all ranks add and remove the same modules (fp_members.h)
  *   the capture of a CUDA graph (is_void)    control flow: all ranks capture the same calls
  *   device, root->prefetch, min_unit_bytes   settings, compared when the unit was made
  *

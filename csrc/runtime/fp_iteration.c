@@ -6,6 +6,7 @@
 #include "runtime/fp_check.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_fresh.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_unshard.h"
@@ -259,6 +260,7 @@ fp_iteration_begin(fp_root *root)
         FP_TRY(fp_iteration_recover(root));
     }
     fp_units_check(root, "the begin of a pass");
+    fp_members_forget(root);
     root->pass++;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_begin_pass(PyTuple_GET_ITEM(root->model_traces, i));
@@ -280,6 +282,10 @@ refresh(fp_root *root, fp_unit *unit)
 {
     if (unit->root != root || !fp_unit_has_secondary_shard(unit) || unit->stale != FP_STALE_YES) {
         return 0;
+    }
+    const int has = fp_members_has(unit);
+    if (has <= 0) {
+        return has;
     }
     FP_TRY(fp_unshard_make_full(unit));
     return fp_unshard_release(unit);

@@ -3,6 +3,7 @@
 #include "runtime/fp_reduce_order.h"
 
 #include "runtime/fp_consensus.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"
 
@@ -143,7 +144,9 @@ fp_reduce_order_begin(fp_root *root)
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root && fp_unit_has_secondary_shard(unit)) {
+        const int removed = unit->root == root && fp_unit_has_secondary_shard(unit) ? fp_members_drop_removed(unit) : 1;
+        status = removed < 0 ? -1 : 0;
+        if (removed == 0) {
             const int in_steps = fp_flat_param_is_nested(&unit->flat_params[0]);
             nested = nested || in_steps;
             status = read_accumulated(root, unit, fp_root_synchronizes(root) || in_steps, &shown);

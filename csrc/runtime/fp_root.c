@@ -12,12 +12,12 @@ static PyObject *
 root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"backward_prefetch", "forward_prefetch", "collectives", "watched",
-                               "find_tensors",      "min_unit_bytes",   NULL};
-    PyObject *collectives, *watched, *find_tensors;
+                               "find_tensors",      "min_unit_bytes",   "model",       NULL};
+    PyObject *collectives, *watched, *find_tensors, *model = Py_None;
     int backward_prefetch, forward_prefetch;
     long long min_unit_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipOO!O|L:Root", keywords, &backward_prefetch, &forward_prefetch,
-                                     &collectives, &PyTuple_Type, &watched, &find_tensors, &min_unit_bytes)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipOO!O|LO:Root", keywords, &backward_prefetch, &forward_prefetch,
+                                     &collectives, &PyTuple_Type, &watched, &find_tensors, &min_unit_bytes, &model)) {
         return NULL;
     }
     if (backward_prefetch < 0 || backward_prefetch > FP_PREFETCH_POST) {
@@ -36,6 +36,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->collectives = Py_NewRef(collectives);
     root->watched = Py_NewRef(watched);
     root->find_tensors = Py_NewRef(find_tensors);
+    root->members.model = model == Py_None ? NULL : Py_NewRef(model);
     root->prefetch = (unsigned)backward_prefetch | (forward_prefetch ? FP_PREFETCH_FORWARD : 0U);
     root->min_unit_bytes = min_unit_bytes;
     root->model_traces = PyTuple_New(0);
@@ -53,6 +54,7 @@ root_traverse(fp_root *root, visitproc visit, void *arg)
     Py_VISIT(root->collectives);
     Py_VISIT(root->watched);
     Py_VISIT(root->find_tensors);
+    Py_VISIT(root->members.model);
     Py_VISIT(root->model_traces);
     Py_VISIT(root->consensus.error);
     return fp_consensus_traverse(root, visit, arg);
@@ -74,6 +76,8 @@ root_dealloc(PyObject *self)
     Py_CLEAR(root->collectives);
     Py_CLEAR(root->watched);
     Py_CLEAR(root->find_tensors);
+    Py_CLEAR(root->members.model);
+    Py_CLEAR(root->members.found);
     Py_CLEAR(root->model_traces);
     fp_consensus_drop(root);
     fp_free(root->units.items);
@@ -217,14 +221,16 @@ static PyGetSetDef root_getset[] = {
 
 static PyType_Slot root_slots[] = {
     {Py_tp_doc,
-     "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors, min_unit_bytes=0)\n--\n\n"
+     "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors, min_unit_bytes=0, "
+     "model=None)\n--\n\n"
      "What the units of a model share: the groups, the iteration under way, the collectives.\n\n"
      "backward_prefetch: 0: none; 1: gather the next unit before a unit's backward; 2: after it.\n"
      "forward_prefetch: gather the next unit while a unit computes.\n"
      "min_unit_bytes: gather units with fewer unsharded bytes that follow each other as one.\n"
      "watched: ((dict, name, function), ...): collectives go through the object collectives once a user "
      "has replaced one.\n"
-     "find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict."},
+     "find_tensors(output): an iterable of the tensors in an output whose type is no tuple, list or dict.\n"
+     "model: a weak reference to the outermost module, in which the units are; None: all units are in the model."},
     {Py_tp_new, root_new},
     {Py_tp_dealloc, root_dealloc},
     {Py_tp_traverse, root_traverse},

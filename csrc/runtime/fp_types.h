@@ -8,6 +8,7 @@
  *
  * Files of the runtime include each other one way. A file in this list includes the files above it, not those below it:
  *     fp_types, fp_flat_param    the structs; one flat parameter
+ *     fp_members                 which units are in the model now
  *     fp_check                   the invariants of these structs, for `make check-build`
  *     fp_fresh                   does the gathered data have the current values?
  *     fp_unshard, fp_reduction   the gathers and the reductions of one unit
@@ -55,6 +56,14 @@ typedef struct {
     const struct fp_unit *error_unit; /* borrowed; the unit that raised it */
 } fp_consensus;
 
+/* The units in the model: fp_members.h. */
+typedef struct {
+    PyObject *model; /* owned; a weak reference to the outermost module; NULL: none was given, or the module is freed */
+    /* Owned; a set of the addresses of modules, and of the units in the model. NULL: nobody has asked yet in this forward or
+     * backward. */
+    PyObject *found;
+} fp_members;
+
 /* Whether a forward or backward of a model may begin; in a backward, the fate of its graph. Alike on all ranks. */
 typedef enum {
     FP_PHASE_OPEN = 0, /* a forward or backward may begin; forwards may be under way */
@@ -81,7 +90,7 @@ typedef struct {
     PyObject *model_traces; /* tuple of ModelTrace: they are told where passes begin and backwards end */
 
     /* Units: all pointers are borrowed. */
-    fp_unit_list units; /* in the order in which they joined */
+    fp_unit_list units; /* in the order in which they joined; with removed ones that live: fp_members.h */
     /* The post-forward order of this pass. An entry is NULL if its unit is gone. A unit whose forward ran twice has two
      * entries. Empty when a pass begins and after a backward. */
     fp_unit_list order;
@@ -116,6 +125,7 @@ typedef struct {
     Py_ssize_t entries;         /* first forwards of units in a pass, counted over all passes: the next fp_unit.entry */
 
     fp_consensus consensus;
+    fp_members members;
 
     /* Counters that never decrease. */
     int64_t pass; /* passes begun; incremented before the first collective of a pass */

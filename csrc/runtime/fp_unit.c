@@ -9,6 +9,7 @@
 #include "runtime/fp_backward.h"
 #include "runtime/fp_forward.h"
 #include "runtime/fp_iteration.h"
+#include "runtime/fp_members.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_root.h"
 #include "runtime/fp_unit_accumulated.h"
@@ -141,6 +142,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     root->units.items[root->units.n++] = unit; /* there is room */
     unit->root = (fp_root *)Py_NewRef(root);
     unit->gather_pass = unit->entry = unit->data_steps = unit->recorded = unit->seen_writes = -1;
+    fp_members_forget(root);
     Py_XDECREF(left);
     Py_RETURN_NONE;
 }

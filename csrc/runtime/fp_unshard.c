@@ -8,6 +8,7 @@
 #include "core/fp_alloc.h"
 #include "runtime/fp_check.h"
 #include "runtime/fp_fresh.h"
+#include "runtime/fp_members.h"
 
 int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
@@ -262,8 +263,11 @@ start_gather(fp_unit *unit, int joined)
     fp_root *root = unit->root;
     int gathered = 0;
     FP_TRY(fp_unshard_check_memory(unit));
-    if (!fp_root_in_backward(root) && !fp_unit_has_secondary_shard(unit)) {
-        FP_TRY(fp_unshard_sync_user_writes(unit));
+    if (!fp_root_in_backward(root)) { /* a question before the forward has synchronized them */
+        const int was_asked = fp_unit_has_secondary_shard(unit) ? fp_members_has(unit) : 0;
+        if (was_asked <= 0 && (was_asked < 0 || fp_unshard_sync_user_writes(unit) < 0)) {
+            return -1;
+        }
     }
     /* Data that was gathered in the capture of a CUDA graph has values in a replay only, and the graph owns its memory. */
     if (fp_fresh_is_void(unit)) {

@@ -196,7 +196,7 @@ def lazy_init(wrapper: Wrapper) -> None:
     if any(root._fakes):
         through = torch_collectives.Faked(through, root._fakes)
     ahead = PREFETCH[root._backward_prefetch], root._forward_prefetch
-    shared = _C.Root(*ahead, through, torch_collectives.WATCHED, find_tensors, root._min_unit_bytes)
+    shared = _C.Root(*ahead, through, torch_collectives.WATCHED, find_tensors, root._min_unit_bytes, weakref.ref(root))
     wrappers = wrapper.fsdp_modules(root)
     for each in wrappers:
         for name in ("_use_orig_params", "_min_unit_bytes", "_reduction", "limit_all_gathers"):
@@ -288,7 +288,8 @@ def _put_buffers(wrapper: Wrapper, in_full: bool) -> None:
 def no_sync(wrapper: Wrapper) -> contextlib.AbstractContextManager[None]:
     """Within the block gradients are accumulated unsharded, without reduction. For the root, between passes.
 
-    The first backward after the block reduces the sum. Raises: StateError in a pass, or for a unit that is no root;
+    The first backward after the block reduces the sum. It drops the sums of units that were removed from the model in
+    between and did not run again. Raises: StateError in a pass, or for a unit that is no root;
     ValueError with ``reduction="ordered"``.
     """
     opened: list[tuple[_C.Root, list[object]]] = []
