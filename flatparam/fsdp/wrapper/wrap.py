@@ -7,7 +7,7 @@ the module. ``inspect`` calls the first two to plan without wrapping. This file 
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.nn as nn
@@ -40,7 +40,7 @@ def targets_of(
         instead = f"ModuleWrapPolicy({{{policy.__name__}}})" if issubclass(policy, nn.Module) else "an object of it"
         raise TypeError(f"auto_wrap_policy is the class {policy.__name__}: pass {instead}")
     elif callable(policy):
-        chosen = _ask(root, _with_count(policy), ignored_modules, ignored_params)
+        chosen = _ask(root, _with_count(policy), ignored_modules, ignored_params, {}, is_root=True)
         targets = {module: dict(arguments) for module in chosen}
     else:
         raise TypeError(
@@ -98,35 +98,31 @@ def _with_count(policy: Callable[..., bool]) -> Callable[[nn.Module, bool, int],
 
 
 def _ask(
-    root: nn.Module,
+    module: nn.Module,
     policy: Callable[[nn.Module, bool, int], bool],
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-) -> list[nn.Module]:
-    """List the modules that the callable ``policy`` selects, children first.
+    in_units: dict[nn.Module, int],
+    is_root: bool = False,
+) -> Iterator[nn.Module]:
+    """Yield the modules at and below ``module`` that the callable ``policy`` selects, children first.
 
-    It gets the number of elements in a module that are in no unit selected below.
+    It gets the number of elements in a module that are in no unit selected below. ``in_units``: of each module that was
+    asked about, the number of its elements in selected units; it is filled.
     Source: torch 2.13 ``torch.distributed.fsdp.wrap._recursive_wrap``.
     """
-    chosen: list[nn.Module] = []
-    wrapped_by: dict[nn.Module, int] = {}
-
-    def visit(module: nn.Module) -> int:
-        """Ask about ``module`` and below. Return how many of its elements are in selected units then."""
-        if module in wrapped_by:
-            return wrapped_by[module]
-        numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
-        wrapped = 0
-        if policy(module, True, numel):
-            wrapped = sum(visit(child) for child in module.children() if child not in ignored_modules)
-            if module is not root and policy(module, False, numel - wrapped):
-                chosen.append(module)
-                wrapped = numel
-        wrapped_by[module] = wrapped
-        return wrapped
-
-    visit(root)
-    return chosen
+    if module in in_units:
+        return
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+    in_units[module] = 0
+    if policy(module, True, numel):
+        children = [child for child in module.children() if child not in ignored_modules]
+        for child in children:
+            yield from _ask(child, policy, ignored_modules, ignored_params, in_units)
+        in_units[module] = sum(map(in_units.__getitem__, children))
+        if not is_root and policy(module, False, numel - in_units[module]):
+            yield module
+            in_units[module] = numel
 
 
 def check_not_tied(
@@ -137,11 +133,13 @@ def check_not_tied(
     found: dict[nn.Parameter, tuple[nn.Module, str, str]] = {}
     seen: set[tuple[nn.Module, nn.Module]] = set()
 
-    def visit(module: nn.Module, path: str, unit: nn.Module, at: str) -> None:
+    waiting = [(root, "", root, "")]  # no function that calls itself: it would keep the modules until a collection
+    while waiting:
+        module, path, unit, at = waiting.pop()
         if module in units:
             unit, at = module, path
         if (module, unit) in seen:
-            return
+            continue
         seen.add((module, unit))
         for name, param in module._parameters.items():
             if param is None or param in ignored_params:
@@ -154,11 +152,8 @@ def check_not_tied(
                     f"the unit of {type(other).__name__} at `{other_at}`: each would train its copy. Let the policy "
                     "put both in one unit, or ignore the parameter"
                 )
-        for name, child in module._modules.items():
-            if child is not None and child not in ignored_modules:
-                visit(child, join(path, name), unit, at)
-
-    visit(root, "", root, "")
+        below = [(child, join(path, name), unit, at) for name, child in module._modules.items() if child is not None]
+        waiting += [each for each in reversed(below) if each[0] not in ignored_modules]
 
 
 def replace_modules(
@@ -166,18 +161,21 @@ def replace_modules(
 ) -> None:
     """Call ``wrap(module, arguments)`` for each of ``targets``, children first. Put the result in all its places."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
-    order: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        for name, child in module._modules.items():
+    order = _children_first(root, {})
+    for parent in order:
+        for name, child in parent._modules.items():
             if child in places:
-                places[child].append((module, name))
-            if child is not None and child not in order:
-                visit(child)
-        order[module] = None
-
-    visit(root)
+                places[child].append((parent, name))
     for module in [module for module in order if module in targets]:
         wrapper = wrap(module, targets[module])
         for parent, name in places[module]:
             setattr(parent, name, wrapper)
+
+
+def _children_first(module: nn.Module, seen: dict[nn.Module, None]) -> dict[nn.Module, None]:
+    """Add ``module`` and those below it to ``seen``, and return it."""
+    for child in module._modules.values():
+        if child is not None and child not in seen:
+            _children_first(child, seen)
+    seen[module] = None
+    return seen

@@ -1,6 +1,7 @@
-"""A refused call's memory is freed with its model, at once: no frame keeps an error that has the frame itself.
+"""A model's memory is freed with the last reference to it, at once, also after a refused call.
 
 Promises:
+- a wrapped model is freed so, whatever policy chose its units: `test_a_model_that_a_policy_has_wrapped_goes`
 - a refused model, and the copies made for it, are freed with the last reference to the model
 """
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import fake_world, run_ranks
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
@@ -110,6 +112,36 @@ def test_what_layer_zero_has_refused_goes_with_its_module():
             FlatParamHandle(list(module.parameters()), module, torch.device("cpu"), "float", None, group, group)
         del module
         assert gone() is None
+
+
+def policy_of_all(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, nn.Linear)
+
+
+def policy_that_fails(module, recurse, nonwrapped_numel):
+    raise ArithmeticError
+
+
+POLICIES = [None, {nn.Linear}, ModuleWrapPolicy({nn.Linear}), policy_of_all, policy_that_fails]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_a_policy_has_wrapped_goes(policy, tied):
+    with fake_world(2):
+        for attempt in range(2):
+            with without_collections():
+                module = make()
+                if tied:  # refused if a policy puts the two into different units
+                    module.tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+                    module.tied[1].weight = module.tied[0].weight
+                gone = [weakref.ref(each) for each in module.modules()]
+                with contextlib.suppress(ValueError, ArithmeticError):
+                    model = FSDP(module, auto_wrap_policy=policy)
+                    gone += [weakref.ref(each) for each in model.modules()]
+                    del model
+                del module
+                assert attempt == 0 or all(each() is None for each in gone)  # the first one imports Dynamo
 
 
 def the_ranks_refuse():
