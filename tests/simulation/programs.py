@@ -498,6 +498,8 @@ def _add(source, program):
         }
         if "+" in optimizer and may_have_no_gradient and _keeps_whole(phase):
             phase["scaler"] = None  # torch refuses to step an optimizer without gradients
+        if program["catches"]:  # torch refuses to step after no backward, and no trace has the collectives of a scaler
+            phase["scaler"] = None
         ops = []
         for op in phase["ops"]:
             if op[0] == "backward" and source.random() < 0.1:
