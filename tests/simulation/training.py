@@ -188,13 +188,13 @@ def backend_of(program):
 
 
 def groups_for(strategy, inner, backend=None):
-    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other; else the world.
+    """The process groups for a strategy with a grid: rows of ``inner`` ranks that follow each other. Else the world.
 
-    ``backend``: as in ``new_group``; None: gloo.
+    ``backend``: as in ``new_group``; None: gloo, and None for the world.
     """
     world = dist.new_group(backend=backend) if backend else dist.group.WORLD
     if strategy not in GRIDS:
-        return world
+        return world if backend else None
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = [list(range(i, i + inner)) for i in range(0, size, inner)]
     found = []
