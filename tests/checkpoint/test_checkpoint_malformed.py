@@ -466,7 +466,7 @@ def test_files_with_anything_in_them(tmp_path, capsys, kind, seed):
                 ["show"],
                 ["show", "--all"],
                 ["verify"],
-                ["export", str(tmp_path / "bad" / "out"), "--quiet"],
+                ["export", str(tmp_path / "bad" / "out.safetensors"), "--quiet"],
             ):
                 check_command(bad, arguments, capsys, about)
             check_load(bad, read, generator, about)
