@@ -71,7 +71,7 @@ def play_without_copies(program):
 
 @pytest.mark.parametrize("seeds", [12, pytest.param(25, marks=pytest.mark.thorough)])
 def test_random_elastic_programs(seeds):
-    assert play_all(seeds, True) > seeds / 2, "the faults seldom strike"
+    assert play_all(seeds, "elastic") > seeds / 2, "the faults seldom strike"
 
 
 def of_grid(strategy):
