@@ -12,7 +12,7 @@ get(PyObject *object, const char *name)
     Py_XDECREF(dict);
     Py_XDECREF(key);
     if (value == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear(); /* an attribute _unit of a user's class, which is no Unit */
+        PyErr_Clear(); /* the object has no __dict__: a user's class may have an attribute _unit that is no Unit */
     }
     return value;
 }
@@ -81,7 +81,7 @@ look(fp_root *root)
     PyObject *found = module == NULL ? NULL : PySet_New(NULL);
     int status = found == NULL ? -1 : 0;
     if (module == Py_None) {
-        Py_CLEAR(root->members.model); /* freed: what is left of its units is the model */
+        Py_CLEAR(root->members.model); /* it is freed; units that live on count as in the model */
     }
     else if (status == 0) {
         status = walk(root, found, module);

@@ -373,7 +373,7 @@ def test_a_group_for_each_parameter_takes_linear_time(tmp_path):
     [(None, "got None"), (nn.Linear, "got the class Linear"), ({"weight": torch.ones(1)}, "got a dict")],
 )
 def test_what_is_no_model(tmp_path, model, came):
-    """It is a TypeError that says what was expected and what came, for each function that takes a model."""
+    """Each function that takes a model raises a TypeError that names the expected type and the type of its argument."""
     checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
     files = tmp_path / "one.safetensors"
     checkpoint.export(tmp_path / "one", files)

@@ -79,8 +79,7 @@ def play(program):
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
         for i, phase in enumerate(program["phases"]):
             phase = DEFAULTS | phase | {"caught": [] if program["catches"] else None, "pauses": pauses}
-            calls = _in_a_fork if program["device"] else _here
-            events = calls(reference.play, phase)
+            events = _in_a_fork(reference.play, phase) if program["device"] else reference.play(phase)
             saved = Path(folder, str(i))
             modules = {rank: build(program) for rank in range(phase["size"])}
 
@@ -107,10 +106,6 @@ def play(program):
             else:
                 _check_struck(run, program, saved, events[-1][1])
     return seconds, digests, [str(fault) for fault in run.struck]
-
-
-def _here(function, *args):
-    return function(*args)
 
 
 def _in_a_fork(function, *args):

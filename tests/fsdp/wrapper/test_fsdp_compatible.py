@@ -139,7 +139,7 @@ class Seeing(nn.Module):
         self.seen = x.dtype, factor.dtype
         if self.weight is not None:
             x = self.weight * x
-        x = x.float()  # another dtype than that of the computation: an inner unit casts it, or does not
+        x = x.float()  # the parameters are in bf16, so `inner.seen` shows whether the unit of `inner` casts its input
         return x if self.inner is None else self.inner(x, factor=factor.float())
 
 
