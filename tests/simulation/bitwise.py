@@ -41,10 +41,9 @@ def check_parameters(model, wanted, same=check_same):
 
 
 def check_whole(model, wanted, same=check_same):
-    """The unsharded parameters; a collective call."""
-    with FSDP.summon_full_params(model, writeback=False):
-        for name, param in model.named_parameters():
-            same(param, wanted[name], f"whole `{name}`")
+    """The parameters of a gathered model."""
+    for name, param in model.named_parameters():
+        same(param, wanted[name], f"whole `{name}`")
 
 
 def gradient_of(local):

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from flatparam.fsdp.desync.trace import _LOST
+
 from .faults import HEARTBEAT, Fault
 
 # Seconds from a fault until each rank that needs the struck one has raised: docs/ranks.md. A waiting rank looks once a
@@ -43,9 +45,10 @@ def told(run: Any) -> dict[int, tuple[str, str, str]]:
 
 
 def everyones(run: Any) -> dict[int, tuple[str, str, str]]:
-    """Return the errors of all ranks, as ``told`` does."""
+    """Return the errors of all ranks, as ``told`` does, without what a rank says of its own device."""
     found = {}
     for rank, (kind, text, where) in run.errors.items():
+        text = text.removesuffix(f". {_LOST}")
         passed_on = PASSED_ON.fullmatch(text)
         found[rank] = (kind, text, where) if passed_on is None else (*passed_on.groups(), where)
     return found

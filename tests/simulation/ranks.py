@@ -309,7 +309,10 @@ class _Life:
                 time.sleep(0.01)  # until this rank has appeared
                 with _first_backward:
                     torch.ones(1, device="sim", requires_grad=True).sum().backward()
-            prepare(rank)
+            try:
+                prepare(rank)
+            except dist.DistError as gone:  # torch makes groups, and another rank that has the store is already killed
+                raise Finished from gone
             seams.fp_sim_count_points(rank)
             result = program(rank)
         except Finished:

@@ -265,11 +265,13 @@ class Rank:
                 time.sleep(pause)
                 self._go_on()
         self._check_parameters()
-        if not self.caught:
-            bitwise.check_whole(self.model, self.wanted, self.same)
+        with FSDP.summon_full_params(self.model, writeback=False):
+            if not self.caught:  # perhaps since just now, so it must not decide whether this rank gathers
+                bitwise.check_whole(self.model, self.wanted, self.same)
         if self.on_device:
             torch.sim.synchronize()  # which tells of memory that was written to after it was freed
-            self.same.settle()
+            if not self.caught:
+                self.same.settle()
         if self.phase["average"]:
             with self._averaged() as model:
                 checkpoint.save(_of_average(saved), model)

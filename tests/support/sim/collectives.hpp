@@ -25,6 +25,33 @@ finish_collectives()
     }
 }
 
+// A rank's part of an all-reduce: gloo's reduce-scatter does the same, but its wait() ignores how long it may take, and nothing
+// else says that it has ended. A communicator that is aborted could not leave it.
+struct Scattered final : c10d::Work {
+    c10::intrusive_ptr<c10d::Work> all;
+    at::Tensor part, output;
+
+    Scattered(c10::intrusive_ptr<c10d::Work> reduced, at::Tensor from, at::Tensor to)
+        : all(std::move(reduced)), part(std::move(from)), output(std::move(to))
+    {
+    }
+
+    bool isCompleted() override
+    {
+        return all->isCompleted();
+    }
+    std::exception_ptr exception() const override
+    {
+        return all->exception();
+    }
+    bool wait(std::chrono::milliseconds patience) override
+    {
+        all->wait(patience);
+        output.copy_(part.view_as(output));
+        return true;
+    }
+};
+
 // The current stream waits for it, and the host does not, as NCCL's.
 struct Late final : c10d::Work {
     int64_t stream, until;
@@ -140,12 +167,12 @@ struct Collectives final : c10d::Backend {
                     ended = true;
                 }
                 catch (...) {
-                    ended =
-                        work.isCompleted() && work.exception() == nullptr; // perhaps only now, after the time was up
-                    if (polled && !ended && !*aborted) {
+                    // It may have ended after the time was up: then the next wait() takes what it gives
+                    const bool has_ended = work.isCompleted() && work.exception() == nullptr;
+                    if (polled && !has_ended && !*aborted) {
                         throw NotYet{};
                     }
-                    std::this_thread::sleep_for(std::chrono::milliseconds(ended ? 0 : 1));
+                    std::this_thread::sleep_for(std::chrono::milliseconds(has_ended ? 0 : 1));
                 }
             }
         });
@@ -276,9 +303,12 @@ struct Collectives final : c10d::Backend {
                                                         const c10d::ReduceScatterOptions &options) override
     {
         return started({output, input}, {input}, {output}, [&](auto &from, auto &to) {
-            c10d::ReduceScatterOptions of_host = options;
-            from[0] = multiplied(from[0], of_host.reduceOp);
-            return host->_reduce_scatter_base(to[0], from[0], of_host);
+            c10d::AllreduceOptions of_host;
+            of_host.reduceOp = options.reduceOp;
+            of_host.timeout = options.timeout;
+            std::vector<at::Tensor> sums = {multiplied(from[0], of_host.reduceOp).clone()};
+            const auto all = host->allreduce(sums, of_host);
+            return c10::make_intrusive<Scattered>(all, sums[0].view({getSize(), -1})[getRank()], to[0]);
         });
     }
     c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &received,
