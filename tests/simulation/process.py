@@ -63,7 +63,7 @@ class _Server:
         folder = root / FOLDER.relative_to(ROOT)
         self._first = [str(root / "tests" / "support"), str(root)] if root != ROOT else []
         self._proc = tempfile.TemporaryDirectory(prefix="flatparam-proc")
-        in_c = [folder / "seams.h", folder / "disk.h"]
+        in_c = [folder / name for name in ("seams.h", "scheduler.h", "disk.h")]
         preloaded = [build(folder / source, in_c) for source in ("seams.c", "disk.c")]
         library = build(folder / "world.cpp", [*in_c, *sorted(folder.glob("*.hpp"))])
         here, there = Pipe()

@@ -7,7 +7,8 @@
  * go by.
  *
  * A rank is a number from 0. Its threads are the one that the controller makes after fp_sim_spawn(), each thread that a
- * thread of the rank makes, and the thread of torch's autograd for the device with the number of the rank. A rank has a process number of its own, and a place in /proc.
+ * thread of the rank makes, and the thread of torch's autograd for the device with the number of the rank. A rank has a
+ * process number of its own, and a place in /proc.
  *
  * The controller is a thread that belongs to no rank: it calls reset, spawn, run and the functions that read. All others are
  * called by threads of ranks, without the GIL. Nothing here allocates after fp_sim_reset(). */

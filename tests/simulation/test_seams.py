@@ -15,7 +15,8 @@ PYTHONS = [sys.executable, *(f"python3.{minor}" for minor in range(10, 15))]
 
 
 def printed(python, *seeds):
-    environment = {**os.environ, "LD_PRELOAD": str(build(FOLDER / "seams.c", [FOLDER / "seams.h"]))}
+    seams = build(FOLDER / "seams.c", [FOLDER / "seams.h", FOLDER / "scheduler.h"])
+    environment = {**os.environ, "LD_PRELOAD": str(seams)}
     command = [python, str(FOLDER / "waits.py"), *map(str, seeds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     return [json.loads(line) for line in done.stdout.splitlines()], done
