@@ -107,11 +107,11 @@ class OptimizerPlan:
         self.sums.show()
 
     def _state_of(self, one: SteppedParam, settings: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
-        described: dict[str, dict[str, Any]] = {param.name: {} for param in one.here}
-        keys = dict.fromkeys(key for name in described for key in self._states.get(name, {}) if key != GRADIENT)
+        described: dict[str, dict[str, Any]] = {}  # of the parameters that have a state
+        keys = dict.fromkeys(key for param in one.here for key in self._states.get(param.name, {}) if key != GRADIENT)
         for key in keys if convert is None else (key for key in keys if key in convert):
             for param, value in self._entries(one, key):
-                described[param.name][key] = value
+                described.setdefault(param.name, {})[key] = value
         try:
             shared = shared_state(one.here, described)
         except StateError as error:
@@ -120,7 +120,9 @@ class OptimizerPlan:
         for key, value in (shared or {}).items():
             mine = key if convert is None else convert[key]
             if isinstance(value, Like):
-                state[mine] = self._like_param(one, one.here, key, before.get(mine))
+                having = [param for param in one.here if param.name in described]  # the others' part is zero
+                is_whole = len(having) == len(one.here)
+                state[mine] = self._like_param(one, having, key, before.get(mine) if is_whole else None)
             else:
                 state[mine] = _placed(settings, one.tensor, mine, value, before.get(mine))
         return state

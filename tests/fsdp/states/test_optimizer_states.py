@@ -5,6 +5,8 @@ Promises:
   blocks
 - an empty parameter whose optimizer state stayed behind keeps no state from a flat parameter:
   `test_the_state_of_an_empty_parameter_says_nothing_of_a_flat_one`
+- a parameter that was frozen when its momentum was saved begins without any in a flat parameter with others:
+  `test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one`
 """
 
 import copy
@@ -312,16 +314,44 @@ def loads_into_a_flat_parameter(folder, way):
     for step, uo in enumerate((False, True, False)):  # the flat parameter's state is the empty one's, too
         loaded = FSDP(WithAnEmptyOne(), use_orig_params=uo)
         loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.5)
-        if model is not None and way == "checkpoint":
-            checkpoint.save(folder, model, optimizer, overwrite=True)
-            checkpoint.load(folder, loaded, loaded_optimizer)
-        elif model is not None:
-            loaded.load_state_dict(model.state_dict())
-            state = FSDP.optim_state_dict(model, optimizer)
-            loaded_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(loaded, loaded_optimizer, state))
+        if model is not None:
+            move(folder, way, model, optimizer, loaded, loaded_optimizer)
         model, optimizer = loaded, loaded_optimizer
         for module, its in ((model, optimizer), (wanted, wanted_optimizer)):
             its.zero_grad()
             module(torch.arange(5.0) + step).backward()
             its.step()
     assert_same(model, wanted)
+
+
+def move(folder, way, model, optimizer, loaded, loaded_optimizer):
+    if way == "checkpoint":
+        checkpoint.save(folder, model, optimizer, overwrite=True)
+        checkpoint.load(folder, loaded, loaded_optimizer)
+    else:
+        loaded.load_state_dict(model.state_dict())
+        state = FSDP.optim_state_dict(model, optimizer)
+        loaded_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(loaded, loaded_optimizer, state))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["full state", "checkpoint"])
+def test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one(tmp_path, way):
+    simulate_ranks(frozen_and_then_trained, 2, tmp_path / "saved", way)
+
+
+def frozen_and_then_trained(folder, way):
+    wanted = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model = FSDP(copy.deepcopy(wanted), use_orig_params=True)
+    loaded = FSDP(copy.deepcopy(wanted))
+    of_wanted, of_model, of_loaded = (momentum(each.parameters()) for each in (wanted, model, loaded))
+    for module, its in ((wanted, of_wanted), (model, of_model), (loaded, of_loaded)):
+        if module is loaded:
+            move(folder, way, model, of_model, loaded, of_loaded)
+        trained = getattr(module, "module", module)
+        for requires_grad in (True,) if module is loaded else (False,) if module is model else (False, True):
+            trained[1].requires_grad_(requires_grad)
+            its.zero_grad()
+            module(torch.arange(3.0)).sum().backward()
+            its.step()
+    assert_same(loaded, wanted)
