@@ -15,6 +15,7 @@ from gloo import fake_world
 from flatparam import _C
 from flatparam.fsdp.desync import liveness
 from flatparam.fsdp.desync.events import CollectiveEvent
+from flatparam.fsdp.desync.stores import Store
 
 ORDER = (lambda *args: None,) * 3
 
@@ -259,6 +260,28 @@ def test_an_error_is_posted_whatever_its_message_has(told):
         f"flatparam board/{liveness.generation_of_world()}", dist.distributed_c10d._get_default_store()
     )
     assert there.get("post 1").decode() == "0 batch \\udcff\\0 is bad: ä"
+
+
+def test_ctrl_c_in_the_first_call_counts_a_world_once(told, monkeypatch):
+    interrupted = []
+
+    def interrupt_after(name):
+        call = getattr(Store, name)
+
+        def called(*args):
+            found = call(*args)
+            if not interrupted:
+                interrupted.append(name)
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(Store, name, called)
+
+    interrupt_after("add")
+    interrupt_after("set")
+    with pytest.raises(KeyboardInterrupt):
+        liveness.generation_of_world()
+    assert liveness.generation_of_world() == "1"
 
 
 def test_a_group_without_a_store_is_refused(told):
