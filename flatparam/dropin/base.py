@@ -32,23 +32,25 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 installed = Lifetime("from `install()` to `uninstall()`")
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle  # before install() replaces it
 
-# Fast paths: each does the work of several methods without calling them. step_of() marks those methods. The handle
-# takes a fast path only if none of its methods was replaced, on the class or on the handle.
-FLATTEN = "flatten"  # copies parameters into the flat parameter, in C
-RESHARD = "reshard"  # reshards in one call
-STREAM = "stream"  # fills the shard from the originals, without a flat parameter before it
-UNSHARD = "unshard"  # unshards in one call
-VIEWS = "views"  # C's loops make and set the views
-
-
-def step_of(*paths: str) -> Callable[[Method], Method]:
-    """Return a decorator that marks a method which the fast paths ``paths`` do not call."""
-
-    def mark(method: Method) -> Method:
-        method.__dict__["passed_by"] = paths
-        return method
-
-    return mark
+# Fast paths: each does the work of these methods without calling them. The handle takes a fast path only if none of its
+# methods was replaced, on the class or on the handle.
+VIEWS = ("_get_unflat_views_unaligned", "_get_unflat_views_aligned")  # C's loops make and set the views
+FLATTEN = ("flatten_tensors", "flatten_tensors_into_flat_param")  # copies parameters into the flat parameter, in C
+STREAM = (  # fills the shard from the originals, without a flat parameter before it
+    *(*FLATTEN, *VIEWS, "shard", "_get_shard", "_get_unpadded_shard"),
+    *("_use_unsharded_views", "_take_over_attributes"),
+)
+_PADDED = ("_alloc_padded_unsharded_flat_param", "_get_padded_unsharded_flat_param")
+_CHECKS = ("_check_sharded_strategy", "_check_unsharded")
+UNSHARD = (  # unshards in one call
+    *(*VIEWS, *_PADDED, *_CHECKS, "_check_storage_freed"),
+    *("needs_unshard", "_use_unsharded_flat_param", "_use_unsharded_views"),
+)
+RESHARD = (  # reshards in one call
+    *(*VIEWS, *_PADDED, *_CHECKS, "_check_sharded", "_check_on_compute_device", "_use_low_precision_shard"),
+    *("_use_sharded_flat_param", "_use_sharded_views", "_use_sharded_grad_views", "_use_unsharded_grad_views"),
+    "_free_unsharded_flat_param",
+)
 
 
 def unseen(method: Method) -> Method:
@@ -59,15 +61,6 @@ def unseen(method: Method) -> Method:
         return _C.unseen_by_checkpoints(method, *args, **kwargs)
 
     return cast(Method, call)
-
-
-def steps_by_path(methods: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Map each fast path to the names of the ``methods`` that it does not call."""
-    steps: dict[str, tuple[str, ...]] = {}
-    for name, method in methods.items():
-        for path in getattr(method, "passed_by", ()):
-            steps[path] = (*steps.get(path, ()), name)
-    return steps
 
 
 _FREED_FOR_GRAPH = (
@@ -154,9 +147,7 @@ class Handle(Driven, TorchsNames):
     _unflattened: Sequence[Tensor] | None = None  # until shard(): the originals, if the flat data are not written
     _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names
 
-    # Filled when the class is complete
-    _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here
-    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # fast path -> methods that it does not call; see step_of()
+    _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here; filled in handle.py
 
     def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
         self._aligns_addresses = align_addresses
@@ -289,7 +280,6 @@ class Handle(Driven, TorchsNames):
         """Return the error of a failed check."""
         return AssertionError(self._about(message, index))
 
-    @step_of(UNSHARD, RESHARD)
     def _check_sharded_strategy(self) -> None:
         if not self.uses_sharded_strategy:
             raise self._wrong("Expects sharded strategy, not NO_SHARD")
@@ -305,7 +295,6 @@ class Handle(Driven, TorchsNames):
                 )
             )
 
-    @step_of(RESHARD)
     def _check_on_compute_device(self, tensor: Tensor) -> None:
         if tensor.device != self.device:
             raise self._wrong(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
@@ -315,7 +304,6 @@ class Handle(Driven, TorchsNames):
             raise self._wrong(f"Expects tensor to be on CPU but got {tensor.device}")
 
     @staticmethod
-    @step_of(UNSHARD)
     def _check_storage_freed(tensor: Tensor) -> None:
         if not is_torchdynamo_compiling() and has_memory(tensor):
             raise AssertionError("Expects storage to be freed but got storage with size > 0")
@@ -339,11 +327,9 @@ class Handle(Driven, TorchsNames):
             came = "`None`" if tensor is None else f"size {tensor.size()}"
             raise self._wrong(f"Expects tensor to be {what} with size {size} but got {came}")
 
-    @step_of(UNSHARD, RESHARD)
     def _check_unsharded(self, tensor: Tensor) -> None:
         self._check_size(tensor, "unsharded", self.flat_param._unpadded_unsharded_size)
 
-    @step_of(RESHARD)
     def _check_sharded(self, tensor: Tensor) -> None:
         self._check_size(tensor, "sharded", self.flat_param._sharded_size)
 
@@ -354,5 +340,6 @@ for _name in (
     *("_skipped_use_sharded_views", "_fqns_in_shard", "is_sharded", "param_module_names", "shared_param_module_names"),
     *("post_unshard", "post_reshard", "reshard_grad", "unflatten_as_params", "_get_modules", "_get_sharded_size"),
     *("_get_flat_param_offsets", "_init_setattr_fns", "_init_param_reduce_dtypes", "__repr__"),
+    "_use_unsharded_flat_param",
 ):
     setattr(Handle, _name, vars(TORCH_HANDLE)[_name])

@@ -31,7 +31,7 @@ from ..common.torch_private import (
     logger,
 )
 from ..common.warned import warn_user
-from .base import FLATTEN, STREAM, Handle, installed, step_of
+from .base import FLATTEN, STREAM, Handle, installed
 from .views import primaries
 
 construct_and_shard = _init_utils._init_param_handle_from_params
@@ -195,7 +195,7 @@ def _flat_param_of(
 ) -> FlatParameter:
     """Flatten ``originals``, or leave the flat data unwritten if ``shard()`` follows at once."""
     tensors, requires_grad = originals.tensors, originals.requires_grad
-    if in_c is None or handle._is_replaced(*handle._steps[FLATTEN]):
+    if in_c is None or handle._is_replaced(*FLATTEN):
         pieces = list(_with_paddings(tensors, layout, _FLAT_PARAM_PADDING_VALUE))
         return handle.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
     if _may_stream(handle, (info.module for info in infos)):
@@ -320,7 +320,6 @@ def validate_tensors_to_flatten(handle: Handle, tensors: list[Tensor | nn.Parame
     return first.dtype, any(tensor.requires_grad for tensor in tensors), first.device
 
 
-@step_of(STREAM, FLATTEN)
 def flatten_tensors(handle: Handle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
     """Concatenate ``tensors`` into one 1-D tensor, padded as the flat parameter is if ``aligned_numel`` > 0.
 
@@ -340,7 +339,6 @@ def flatten_tensors(handle: Handle, tensors: list[Tensor], aligned_numel: int) -
     return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout, _FLAT_PARAM_PADDING_VALUE)])
 
 
-@step_of(STREAM, FLATTEN)
 def flatten_tensors_into_flat_param(
     handle: Handle, tensors: list[Tensor], aligned_numel: int, requires_grad: bool
 ) -> FlatParameter:
@@ -355,7 +353,7 @@ def _may_stream(handle: Handle, modules: Iterable[nn.Module]) -> bool:
     return (
         handle._shards_next
         and handle.uses_sharded_strategy
-        and not handle._is_replaced(*handle._steps[STREAM])
+        and not handle._is_replaced(*STREAM)
         and all(kind.__setattr__ is nn.Module.__setattr__ for kind in {type(module) for module in modules})
     )
 

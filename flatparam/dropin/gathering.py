@@ -21,7 +21,7 @@ from ..common.torch_private import (
     HandleTrainingState,
     _no_dispatch_record_stream,
 )
-from .base import RESHARD, TORCH_HANDLE, UNSHARD, Handle, step_of, unseen
+from .base import RESHARD, TORCH_HANDLE, UNSHARD, Handle, unseen
 from .comparing import check_before_gather, check_before_reduction
 from .gradients import clear_grads, show_grads_after_forward
 from .post_backward import let_model_go_without_backward, note_accumulator
@@ -69,7 +69,6 @@ def pre_unshard(handle: Handle) -> bool:
         raise
 
 
-@step_of(RESHARD)
 def use_low_precision_shard(handle: Handle) -> None:
     """Cast the shard into ``_mp_shard`` on the compute device; ``flat_param.data`` becomes ``_mp_shard``."""
     handle._check_low_precision_shard()
@@ -107,7 +106,6 @@ def unshard(handle: Handle) -> None:
         raise
 
 
-@step_of(UNSHARD)
 def needs_unshard(handle: Handle) -> bool:
     """Whether the strategy is sharded and the unsharded flat parameter has no memory."""
     if not handle.uses_sharded_strategy:
@@ -116,7 +114,6 @@ def needs_unshard(handle: Handle) -> bool:
     return not is_allocated(unsharded)
 
 
-@step_of(UNSHARD, RESHARD)
 def alloc_padded_unsharded_flat_param(handle: Handle) -> Tensor:
     handle._check_sharded_strategy()
     unsharded = handle._get_padded_unsharded_flat_param()
@@ -128,7 +125,6 @@ def alloc_padded_unsharded_flat_param(handle: Handle) -> Tensor:
     return unsharded
 
 
-@step_of(UNSHARD, RESHARD)
 def get_padded_unsharded_flat_param(handle: Handle) -> Tensor:
     """Return the tensor to gather into: ``_full_param_padded``, or the full-precision one if that is forced.
 
@@ -193,21 +189,6 @@ def _gather_in_c(handle: Handle, padded: Tensor, shard: Tensor, group: Any) -> b
     return True
 
 
-@step_of(UNSHARD)
-def use_unsharded_flat_param(handle: Handle, padded_unsharded_flat_param: Tensor) -> None:
-    """Set ``flat_param.data`` to the unpadded part of the tensor, and the original parameters to views of it."""
-    flat_param = handle.flat_param
-    flat_param.data = padded_unsharded_flat_param[: flat_param._unpadded_unsharded_size.numel()]
-    in_forward = handle._training_state == HandleTrainingState.FORWARD
-    in_pre_backward = handle._training_state == HandleTrainingState.BACKWARD_PRE
-    if handle._use_orig_params:
-        if handle._skipped_use_sharded_views and in_pre_backward:
-            return  # forward's views are still in place
-        handle._use_unsharded_views(as_params=not in_forward and not in_pre_backward)
-    elif in_forward:
-        handle._use_unsharded_views(as_params=False)
-
-
 def free_low_precision_sharded_param(handle: Handle) -> None:
     handle._check_low_precision_shard()
     free_after_use(handle, handle.flat_param._mp_shard)
@@ -240,7 +221,6 @@ def reshard(handle: Handle, free_unsharded_flat_param: bool) -> None:
         note_left_gathered(handle)
 
 
-@step_of(RESHARD)
 def free_unsharded_flat_param(handle: Handle) -> None:
     """Free the unsharded flat parameter's memory, if it has any."""
     handle._check_sharded_strategy()
@@ -256,7 +236,6 @@ def free_after_use(handle: Handle, tensor: Tensor) -> None:
         handle._free(tensor)
 
 
-@step_of(RESHARD)
 def use_sharded_flat_param(handle: Handle) -> None:
     """Set ``flat_param.data`` to the local shard, and original parameters and gradients to pieces of it."""
     if handle._offload_params and not handle.uses_sharded_strategy:  # the stream may still read the copy
@@ -287,7 +266,7 @@ def flat_param_to(handle: Handle, *args: Any, **kwargs: Any) -> None:
 # The fast paths of a step
 
 
-def _is_usual(handle: Handle, path: str) -> bool:
+def _is_usual(handle: Handle, path: tuple[str, ...]) -> bool:
     """Whether the fast path ``path`` is right: sharded, no offload, no forced precision, and no replaced method."""
     return (
         bool(fast_path_is_on)
@@ -297,7 +276,7 @@ def _is_usual(handle: Handle, path: str) -> bool:
         and not handle._use_full_prec_in_eval
         and handle._own_way_to_unflatten is None
         and (handle._setattr_tensor, handle._setattr_param) in SETATTR_IN_C
-        and _C.is_as_defined(handle, handle._own_methods, handle._steps[path])
+        and _C.is_as_defined(handle, handle._own_methods, path)
     )
 
 

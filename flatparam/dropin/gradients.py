@@ -27,7 +27,7 @@ from ..common.collectives import all_gather_single, all_reduce
 from ..common.patches import flat_params_live
 from ..common.tensors import refuse_freed, same_storage
 from ..common.torch_private import HandleTrainingState
-from .base import RESHARD, TORCH_HANDLE, Handle, installed, step_of
+from .base import TORCH_HANDLE, Handle, installed
 from .post_backward import hook_next_backward, hook_this_backward
 from .recovery import leave_summon
 from .views import loops_in_c
@@ -261,7 +261,6 @@ def _check_gradients(optimizer: Any) -> None:
 # Views
 
 
-@step_of(RESHARD)
 def use_unsharded_grad_views(handle: Handle) -> None:
     """Set each original parameter's ``.grad`` to its view of the unsharded ``flat_param.grad``, or to None."""
     flat_param = handle.flat_param
@@ -287,7 +286,6 @@ def set_unsharded_grads(handle: Handle, grad: Tensor) -> None:
     TORCH_HANDLE._use_unsharded_grad_views(handle)
 
 
-@step_of(RESHARD)
 def use_sharded_grad_views(handle: Handle) -> None:
     """Set each original parameter's ``.grad`` to its 1-D piece of the sharded gradient.
 

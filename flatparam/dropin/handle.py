@@ -32,7 +32,7 @@ from ..common.torch_private import (
     outside_of_transforms,
 )
 from . import copying, flatten, gathering, gradients, recovery, views, writeback
-from .base import STREAM, TORCH_HANDLE, Handle, step_of, steps_by_path
+from .base import TORCH_HANDLE, Handle
 
 
 class FlatParamHandle(Handle):
@@ -140,7 +140,6 @@ class FlatParamHandle(Handle):
     # Sharding and its metadata
 
     @torch.no_grad()
-    @step_of(STREAM)
     def shard(self) -> None:
         """Copy this rank's shard into ``flat_param`` and free the unsharded storage. NO_SHARD: record metadata only."""
         flat_param = self.flat_param
@@ -192,7 +191,6 @@ class FlatParamHandle(Handle):
         return infos
 
     @staticmethod
-    @step_of(STREAM)
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """Return ``(rank's chunk of tensor, a view; the number of elements by which it is shorter than the first)``."""
         shard = getattr(tensor, "_local_shard", None)
@@ -206,7 +204,6 @@ class FlatParamHandle(Handle):
         return chunk, chunks[0].numel() - chunk.numel()
 
     @staticmethod
-    @step_of(STREAM)
     def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """Return ``(a copy of rank's chunk of tensor, padded with zeros; the number of padding elements)``."""
         chunk, numel_to_pad = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
@@ -303,55 +300,16 @@ class FlatParamHandle(Handle):
                 self._writeback_orig_params()
         TORCH_HANDLE._deregister_orig_params(self)
 
-    # flatten.py
-
-    _init_flat_param_and_metadata = flatten.init_flat_param_and_metadata
-    _validate_tensors_to_flatten = flatten.validate_tensors_to_flatten
-    flatten_tensors = flatten.flatten_tensors
-    flatten_tensors_into_flat_param = flatten.flatten_tensors_into_flat_param
-
-    # views.py
-
-    _get_unflat_views_unaligned = views.get_unflat_views_unaligned
-    _get_unflat_views_aligned = views.get_unflat_views_aligned
-    _use_unsharded_views = views.use_unsharded_views
     _take_over_attributes = views.take_over_attributes  # our own, a step of the constructor
-    _use_sharded_views = views.use_sharded_views
-
-    # gathering.py
-
-    pre_unshard = gathering.pre_unshard
-    unshard = gathering.unshard
-    needs_unshard = gathering.needs_unshard
-    reshard = gathering.reshard
-    flat_param_to = gathering.flat_param_to
-    _use_low_precision_shard = gathering.use_low_precision_shard
-    _alloc_padded_unsharded_flat_param = gathering.alloc_padded_unsharded_flat_param
-    _get_padded_unsharded_flat_param = gathering.get_padded_unsharded_flat_param
-    _all_gather_flat_param = gathering.all_gather_flat_param
-    _use_unsharded_flat_param = gathering.use_unsharded_flat_param
-    _free_low_precision_sharded_param = gathering.free_low_precision_sharded_param
-    _free_unsharded_flat_param = gathering.free_unsharded_flat_param
-    _use_sharded_flat_param = gathering.use_sharded_flat_param
-
-    # gradients.py
-
-    unshard_grad = gradients.unshard_grad
-    prepare_gradient_for_backward = gradients.prepare_gradient_for_backward
-    prepare_gradient_for_optim = gradients.prepare_gradient_for_optim
-    sharded_grad = property(gradients.sharded_grad)
-    _use_unsharded_grad_views = gradients.use_unsharded_grad_views
-    _use_sharded_grad_views = gradients.use_sharded_grad_views
-    _reset_flat_param_grad_info_if_needed = gradients.reset_flat_param_grad_info_if_needed
-    _reset_is_grad_none = gradients.reset_is_grad_none
-
-    # writeback.py, recovery.py
-
-    _writeback_orig_params = writeback.writeback_orig_params
-    _writeback_tensor = writeback.writeback_tensor
     _training_state = property(recovery.training_state, recovery.set_training_state)
 
 
+for _module in (flatten, views, gathering, gradients, writeback):
+    for _name, _value in vars(_module).items():
+        for _torchs in (_name, f"_{_name}"):  # a function with the name of a method of torch's takes the handle
+            if isinstance(_value, FunctionType) and hasattr(TORCH_HANDLE, _torchs):
+                is_property = isinstance(getattr(TORCH_HANDLE, _torchs), property)
+                setattr(FlatParamHandle, _torchs, property(_value) if is_property else _value)
 for _name, _value in vars(FlatParamHandle).items():
     if isinstance(_value, FunctionType):  # tracebacks, and pickles of bound methods, name a function by torch's name
         _value.__name__ = _name
@@ -361,4 +319,3 @@ FlatParamHandle._own_methods = {
     for name, value in ((name, getattr(FlatParamHandle, name)) for name in dir(FlatParamHandle))
     if (not name.startswith("__") or name == "__getattribute__") and (callable(value) or isinstance(value, property))
 }
-FlatParamHandle._steps = steps_by_path(FlatParamHandle._own_methods)

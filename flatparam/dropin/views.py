@@ -19,7 +19,7 @@ from ..common.torch_private import (
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
 )
-from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, Handle, step_of
+from .base import TORCH_HANDLE, VIEWS, Handle
 from .post_backward import note_accumulator
 
 
@@ -35,10 +35,7 @@ def loops_in_c(handle: Handle, *tensors: Tensor) -> bool:
     return (
         handle._unit is not None
         and handle._own_way_to_unflatten is None
-        and (
-            _C.is_as_defined(handle, handle._own_methods, handle._steps[VIEWS])
-            or not handle._is_replaced(*handle._steps[VIEWS])
-        )
+        and (_C.is_as_defined(handle, handle._own_methods, VIEWS) or not handle._is_replaced(*VIEWS))
         and (handle._setattr_tensor, handle._setattr_param) in SETATTR_IN_C
         and _C.is_plain(*tensors)
     )
@@ -52,7 +49,6 @@ def is_unsafe(handle: Handle) -> bool:
 # Unflattening
 
 
-@step_of(VIEWS, UNSHARD, RESHARD, STREAM)
 def get_unflat_views_unaligned(handle: Handle, tensor: Tensor | None = None) -> Iterator[Tensor]:
     """Return a view of ``tensor`` (None: the flat parameter) for each original parameter, in its shape and strides.
 
@@ -63,7 +59,6 @@ def get_unflat_views_unaligned(handle: Handle, tensor: Tensor | None = None) -> 
     return iter(made)
 
 
-@step_of(VIEWS, UNSHARD, RESHARD, STREAM)
 def get_unflat_views_aligned(handle: Handle, tensor: Tensor | None = None) -> list[Tensor]:
     """Return the same views as a list, for a layout with padding between parameters."""
     views = _views_in_c(handle, tensor)
@@ -80,7 +75,6 @@ def _views_in_c(handle: Handle, tensor: Tensor | None) -> list[Tensor] | None:
 # Unsharded
 
 
-@step_of(UNSHARD, STREAM)
 def use_unsharded_views(handle: Handle, as_params: bool) -> None:
     """Make each original parameter a view of the unsharded flat parameter.
 
@@ -159,7 +153,6 @@ def use_views_of(handle: Handle, padded: Tensor, last: list[Tensor] | None, agai
     return views is not None
 
 
-@step_of(STREAM)
 def take_over_attributes(handle: Handle) -> None:
     """Replace the parameters in the modules with views, outside of ``_parameters``.
 
@@ -180,7 +173,6 @@ def take_over_attributes(handle: Handle) -> None:
 # Sharded
 
 
-@step_of(RESHARD)
 def use_sharded_views(handle: Handle) -> None:
     """Set each original parameter to its 1-D piece of the shard, or to an empty tensor if it has no piece here.
 
