@@ -113,6 +113,22 @@ class Lifetime:
         settings: dict[str, Any] = {"owner": owner, "everywhere": everywhere, "outermost": outermost}
         return self._declare(targets, test, lambda new: _Replacement(targets, new=new, **settings))
 
+    def around(self, *targets: str, test: str, **settings: Any) -> Callable[[F], F]:
+        """Declare that the decorated function is called in the place of ``targets``: with the original, then arguments.
+
+        ``settings``: of ``replace``.
+        """
+
+        def declare(function: F) -> F:
+            def around(original: Any) -> Any:
+                return lambda *args, **kwargs: function(original, *args, **kwargs)
+
+            around.__doc__ = function.__doc__
+            self.replace(*targets, test=test, **settings)(around)
+            return function
+
+        return declare
+
     def add(self, target: str, test: str, owner: type | None = None) -> Callable[[F], F]:
         """Declare that ``target`` becomes the decorated function, also where it is inherited or missing."""
         settings: dict[str, Any] = {"owner": owner, "adds": True}

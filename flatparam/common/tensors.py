@@ -220,20 +220,16 @@ def is_at(value: Tensor, place: Tensor) -> bool:
 _LENT = "tests/fsdp/unit/test_fsdp_storages.py"
 
 
-@flat_params_live.replace("torch._C:_to_dlpack", "torch:to_dlpack", "torch.utils.dlpack:to_dlpack", test=_LENT)
-@flat_params_live.replace("torch._C:_to_dlpack_versioned", test=_LENT)
-def _lending(export: Callable[..., Any]) -> Callable[..., Any]:
+@flat_params_live.around("torch._C:_to_dlpack", "torch:to_dlpack", "torch.utils.dlpack:to_dlpack", test=_LENT)
+@flat_params_live.around("torch._C:_to_dlpack_versioned", test=_LENT)
+def _lending(export: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Mark memory that DLPack exports as borrowed, as torch marks memory that NumPy has taken.
 
     Else a reshard would free memory that an importer still reads, or a gather would overwrite it.
     """
-
-    def lending(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        capsule = export(tensor, *args, **kwargs)
-        _C.lend(tensor)
-        return capsule
-
-    return lending
+    capsule = export(tensor, *args, **kwargs)
+    _C.lend(tensor)
+    return capsule
 
 
 @flat_params_live.replace("torch:Tensor.__dlpack_c_exchange_api__", test=_LENT)
@@ -242,12 +238,8 @@ def _lending_exchange(capsule: Any) -> Any:
     return _C.lending_exchange(capsule)
 
 
-@flat_params_live.replace("torch:UntypedStorage.is_shared", test=_LENT)
-def _readable(is_shared: Callable[..., bool]) -> Callable[..., bool]:
+@flat_params_live.around("torch:UntypedStorage.is_shared", test=_LENT)
+def _readable(is_shared: Callable[..., bool], storage: torch.UntypedStorage) -> bool:
     """Raise the error of freed memory: torch reads the address where no error may pass, and the process would end."""
-
-    def readable(storage: torch.UntypedStorage) -> bool:
-        storage.data_ptr()
-        return is_shared(storage)
-
-    return readable
+    storage.data_ptr()
+    return is_shared(storage)

@@ -308,22 +308,18 @@ def _copy_wrapper(self: Any) -> Any:
     return result
 
 
-@installed.replace("torch.nn:Parameter.__reduce_ex__", test=_TEST)
-def _reducing_also_flat(reduce: Any) -> Any:
+@installed.around("torch.nn:Parameter.__reduce_ex__", test=_TEST)
+def _reducing_also_flat(reduce: Any, self: Any, protocol: Any) -> Any:
     """Pickle a flat parameter alone, as in an optimizer: in torch's form, without attributes of a step."""
-
-    def reduce_also_flat(self: Any, protocol: Any) -> Any:
-        handle = _owners.get(id(self))
-        if handle is None or handle.flat_param is not self:
-            return reduce(self, protocol)
-        rebuild, (data, *settings, state) = reduce(self, protocol)
-        if handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS:
-            data = _current_shard(handle, copied=False)
-        state = {name: value for name, value in state.items() if name not in _STEP_OF_FLAT_PARAM}
-        freed = [(tensor, as_view) for tensor in _stand_ins(handle)]
-        return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
-
-    return reduce_also_flat
+    handle = _owners.get(id(self))
+    if handle is None or handle.flat_param is not self:
+        return reduce(self, protocol)
+    rebuild, (data, *settings, state) = reduce(self, protocol)
+    if handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS:
+        data = _current_shard(handle, copied=False)
+    state = {name: value for name, value in state.items() if name not in _STEP_OF_FLAT_PARAM}
+    freed = [(tensor, as_view) for tensor in _stand_ins(handle)]
+    return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
 
 
 _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call of it as one opcode)

@@ -50,38 +50,33 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@installed.replace(
+@installed.around(
     "torch.distributed.fsdp._init_utils:_init_param_handle_from_params", test="tests/dropin/test_streaming.py"
 )
-def _noting(construct: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(construct: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
     """Note for this thread that the next handle is sharded at once, and for the handle the group of its replicas.
 
     Neither if a user has replaced torch's function.
     """
-    if construct is not construct_and_shard:
-        return construct
-
-    def noting_that(state: Any, *args: Any, **kwargs: Any) -> Any:
-        _here.constructs_and_shards = True
-        try:
-            construct(state, *args, **kwargs)
-        finally:
-            _here.constructs_and_shards = False
-        handle, replicas = state._handle, vars(state).get("_inter_node_pg")
-        if replicas is None or handle is None:
-            return
-        if handle.uses_sharded_strategy:
-            handle._replicas = replicas
-            handle._replicas_serial = next(_serials.setdefault(replicas, itertools.count()))
-        elif replicas.size() > 1:
-            warn_user(
-                f"torch's FullyShardedDataParallel takes {replicas.size()} replicas of HYBRID_SHARD with one rank each "
-                "for NO_SHARD over that rank: gradients are not averaged over the replicas, which train apart. Say "
-                "NO_SHARD over all ranks, or shard over two or more",
-                [replicas],
-            )
-
-    return noting_that
+    is_torchs = construct is construct_and_shard
+    _here.constructs_and_shards = is_torchs
+    try:
+        construct(state, *args, **kwargs)
+    finally:
+        _here.constructs_and_shards = False
+    handle, replicas = state._handle, vars(state).get("_inter_node_pg")
+    if replicas is None or handle is None or not is_torchs:
+        return
+    if handle.uses_sharded_strategy:
+        handle._replicas = replicas
+        handle._replicas_serial = next(_serials.setdefault(replicas, itertools.count()))
+    elif replicas.size() > 1:
+        warn_user(
+            f"torch's FullyShardedDataParallel takes {replicas.size()} replicas of HYBRID_SHARD with one rank each "
+            "for NO_SHARD over that rank: gradients are not averaged over the replicas, which train apart. Say "
+            "NO_SHARD over all ranks, or shard over two or more",
+            [replicas],
+        )
 
 
 def is_sharded_next(kind: type, own_constructor: Any) -> bool:

@@ -11,7 +11,6 @@ torch's runtime reduces it; this prepares ``flat_param.grad`` before a backward 
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -218,20 +217,15 @@ def sharded_grad(handle: Handle) -> Tensor | None:
     return shown
 
 
-@installed.replace(
+@installed.around(
     "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_", test=_TEST
 )
-def _checking_gradients(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _checking_gradients(clip: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let ``clip_grad_norm_`` refuse gradients in memory that a user has freed: reading it crashes the interpreter."""
-
-    @functools.wraps(clip)
-    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for flat_param in (handle.flat_param for handle in vars(self).get("_all_handles", ())):  # else: no root
-            if flat_param.grad is not None:
-                refuse_freed(flat_param.grad, f"the gradient [{', '.join(flat_param._fqns)}]")
-        return clip(self, *args, **kwargs)
-
-    return clip_grad_norm_
+    for flat_param in (handle.flat_param for handle in vars(self).get("_all_handles", ())):  # else: no root
+        if flat_param.grad is not None:
+            refuse_freed(flat_param.grad, f"the gradient [{', '.join(flat_param._fqns)}]")
+    return clip(self, *args, **kwargs)
 
 
 @flat_params_live.register(register_optimizer_step_pre_hook, _TEST)

@@ -273,30 +273,22 @@ _METADATA = "torch.distributed.fsdp._flat_param:FlatParamShardMetadata"
 _OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
 
 
-@installed.replace(f"{_METADATA}.__new__", test=_TEST)
-def _new_metadata(new: Any) -> Any:
+@installed.around(f"{_METADATA}.__new__", test=_TEST)
+def _new_metadata(new: Any, cls: type, *fields: Any, **named: Any) -> Any:
     """Let ``FlatParamShardMetadata`` accept four fields, as torch up to 2.5 made and pickled it.
 
     Parameters were row-major then, so the strides and contiguities of torch 2.6 follow from the shapes.
     """
-
-    def of_any_version(cls: type, *fields: Any, **named: Any) -> Any:
-        if len(fields) + len(named) == len(_OLD_FIELDS) and set(named) == set(_OLD_FIELDS[len(fields) :]):
-            fields = _filled_in(*fields, *(named.pop(name) for name in _OLD_FIELDS[len(fields) :]))
-        return new(cls, *fields, **named)
-
-    return of_any_version
+    if len(fields) + len(named) == len(_OLD_FIELDS) and set(named) == set(_OLD_FIELDS[len(fields) :]):
+        fields = _filled_in(*fields, *(named.pop(name) for name in _OLD_FIELDS[len(fields) :]))
+    return new(cls, *fields, **named)
 
 
-@installed.replace(f"{_METADATA}._make", test=_TEST)
-def _make_metadata(make: Any) -> Any:
+@installed.around(f"{_METADATA}._make", test=_TEST)
+def _make_metadata(make: Any, cls: type, iterable: Any) -> Any:
     """Let ``FlatParamShardMetadata._make`` accept four fields."""
-
-    def of_any_version(cls: type, iterable: Any) -> Any:
-        fields = tuple(iterable)
-        return make(cls, _filled_in(*fields) if len(fields) == len(_OLD_FIELDS) else fields)
-
-    return of_any_version
+    fields = tuple(iterable)
+    return make(cls, _filled_in(*fields) if len(fields) == len(_OLD_FIELDS) else fields)
 
 
 def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any, ...]:
@@ -304,10 +296,12 @@ def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any,
     return names, shapes, tuple(map(row_major, shapes)), (True,) * len(shapes), numels, offsets
 
 
-@installed.replace(
+@installed.around(
     "torch.distributed.fsdp._optim_utils:_unflatten_orig_param_states", test="tests/dropin/test_dropin_states.py"
 )
-def _unflatten_apart(unflatten: Any) -> Any:
+def _unflatten_apart(
+    unflatten: Any, info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any
+) -> None:
     """Let gathered optimizer states keep their values.
 
     With ``use_orig_params=True`` torch gathers a unit's states (Adam's ``exp_avg``, then ``exp_avg_sq``) one after
@@ -315,16 +309,12 @@ def _unflatten_apart(unflatten: Any) -> Any:
     all states of a saved optimizer have the values of the last one. So states of units with flatparam's handle are
     copied if they are views of the buffer.
     """
-
-    def unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any) -> None:
-        gathered = {_address(state.get(name)) for state in states.values()} - {None}
-        unflatten(info, states, name, *settings, **named)
-        if isinstance(info.handle, FlatParamHandle):
-            for state in states.values():
-                if _address(state.get(name)) in gathered:
-                    state[name] = state[name].clone()
-
-    return unflatten_apart
+    gathered = {_address(state.get(name)) for state in states.values()} - {None}
+    unflatten(info, states, name, *settings, **named)
+    if isinstance(info.handle, FlatParamHandle):
+        for state in states.values():
+            if _address(state.get(name)) in gathered:
+                state[name] = state[name].clone()
 
 
 def _address(value: Any) -> int | None:

@@ -264,7 +264,7 @@ MUTATIONS = (
         (
             (
                 LIVENESS,
-                "        if pg is not None and watching_worlds.is_in_force:\n            _appear()\n",
+                "    if pg is not None and watching_worlds.is_in_force:\n        _appear()\n",
                 "",
             ),
         ),

@@ -483,20 +483,16 @@ def has_lost() -> bool:
 _reporting = Lifetime("from the first unit to the end of its world, if that has other processes")
 
 
-@_reporting.replace("sys:excepthook", test="tests/fsdp/desync/test_fsdp_lost_ranks.py", outermost=True)
-def _report_after(before: Callable[..., Any]) -> Callable[..., Any]:
+@_reporting.around("sys:excepthook", test="tests/fsdp/desync/test_fsdp_lost_ranks.py", outermost=True)
+def _report_after(before: Callable[..., Any], kind: Any, error: BaseException, where: Any) -> None:
     """Report the error that ends a rank, after it is printed: the rank then waits until the others have read it."""
-
-    def hook(kind: Any, error: BaseException, where: Any) -> None:
-        is_inside, _here.is_inside = _here.is_inside, True
-        try:
-            before(kind, error, where)
-        finally:
-            _here.is_inside = is_inside
-        if not is_inside:
-            _end_worlds(error)
-
-    return hook
+    is_inside, _here.is_inside = _here.is_inside, True
+    try:
+        before(kind, error, where)
+    finally:
+        _here.is_inside = is_inside
+    if not is_inside:
+        _end_worlds(error)
 
 
 def _at_exit() -> None:
@@ -573,23 +569,19 @@ watching_worlds = Lifetime(
 )
 
 
-@watching_worlds.replace(
+@watching_worlds.around(
     "torch.distributed.distributed_c10d:_update_default_pg", test="tests/fsdp/desync/test_fsdp_lost_ranks.py"
 )
-def _watch_worlds(before: Callable[[Any], None]) -> Callable[[Any], None]:
+def _watch_worlds(before: Callable[[Any], None], pg: Any) -> None:
     """Appear in each world of this process as soon as it is made. torch has no hook for that."""
-
-    def update(pg: Any) -> None:
-        if pg is None:
-            world: Any = dist.group.WORLD
-            end_rank(world, None)
-            ours = _boards.get(world) if isinstance(world, dist.ProcessGroup) else None
-            (ours or _here).life.since = _clock()
-        before(pg)
-        if pg is not None and watching_worlds.is_in_force:
-            _appear()
-
-    return update
+    if pg is None:
+        world: Any = dist.group.WORLD
+        end_rank(world, None)
+        ours = _boards.get(world) if isinstance(world, dist.ProcessGroup) else None
+        (ours or _here).life.since = _clock()
+    before(pg)
+    if pg is not None and watching_worlds.is_in_force:
+        _appear()
 
 
 def _is_fork() -> bool:

@@ -67,20 +67,16 @@ def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
 agree = all_reduce  # of flags ``[units]``: nonzero where some rank calls a unit stale
 
 
-@flat_params_live.replace(
+@flat_params_live.around(
     "torch.distributed.algorithms._comm_hooks.default_hooks:_decompress",
     test="tests/fsdp/wrapper/test_fsdp_settings.py",
 )
-def _decompressed(decompress: Any) -> Any:
+def _decompressed(decompress: Any, state: Any, grad: Tensor) -> None:
     """Let torch's compressing hooks work on a CPU: they record a stream, which a CPU lacks."""
-
-    def decompressed(state: Any, grad: Tensor) -> None:
-        if grad.is_cpu:
-            grad.data = grad.data.to(state.parameter_type)
-        else:
-            decompress(state, grad)
-
-    return decompressed
+    if grad.is_cpu:
+        grad.data = grad.data.to(state.parameter_type)
+    else:
+        decompress(state, grad)
 
 
 class Hooked:

@@ -73,22 +73,18 @@ def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
         )
 
 
-@units_live.replace(
+@units_live.around(
     "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.fsdp_modules",
     test=_TEST,
     owner=TorchsFSDP,
 )
-def _refuse_roots(original: Any) -> Any:
+def _refuse_roots(original: Any, module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
     """Let torch's ``fsdp_modules`` read our markers, also with ``root_only``, where it reads none."""
-
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
-        for inner in module.modules():
-            if isinstance(inner, RefusingMarkers):
-                inner._refuse_composing()
-        found: list[TorchsFSDP] = original(module, root_only)
-        return found
-
-    return fsdp_modules
+    for inner in module.modules():
+        if isinstance(inner, RefusingMarkers):
+            inner._refuse_composing()
+    found: list[TorchsFSDP] = original(module, root_only)
+    return found
 
 
 @units_live.register(register_module_module_registration_hook, _TEST)
@@ -113,28 +109,20 @@ def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None)
 _CHECKPOINT = "torch.distributed.checkpoint"  # importing it takes half a second
 
 
-@units_live.replace(f"{_CHECKPOINT}.default_planner:create_default_local_save_plan", test=_TEST)
-@units_live.replace(f"{_CHECKPOINT}.default_planner:create_default_local_load_plan", test=_TEST)
-def _checking_plans(function: Callable[..., Any]) -> Callable[..., Any]:
+@units_live.around(f"{_CHECKPOINT}.default_planner:create_default_local_save_plan", test=_TEST)
+@units_live.around(f"{_CHECKPOINT}.default_planner:create_default_local_load_plan", test=_TEST)
+def _checking_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse states with shards in plans of ``torch.distributed.checkpoint``."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_shards((*args, *kwargs.values())[0])
-        return function(*args, **kwargs)
-
-    return checked
+    refuse_shards((*args, *kwargs.values())[0])
+    return function(*args, **kwargs)
 
 
-@units_live.replace(f"{_CHECKPOINT}.state_dict_saver:_stateful_to_state_dict", test=_TEST)
-def _checking_states(function: Callable[..., Any]) -> Callable[..., Any]:
+@units_live.around(f"{_CHECKPOINT}.state_dict_saver:_stateful_to_state_dict", test=_TEST)
+def _checking_states(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse states with shards before asynchronous saving: it plans with copies, in which shards are not found."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        refuse_shards(result)
-        return result
-
-    return checked
+    result = function(*args, **kwargs)
+    refuse_shards(result)
+    return result
 
 
 def refuse_shards(state: Any) -> None:
@@ -295,23 +283,17 @@ def _refuse_states_of_other_shapes(optimizer: torch.optim.Optimizer, args: Any, 
     _state_checked[optimizer] = first
 
 
-@units_live.replace(
-    "torch.distributed.algorithms.model_averaging.utils:average_parameters", test=_TEST, everywhere=True
-)
-def _refuse_averages(average: Callable[..., None]) -> Callable[..., None]:
+@units_live.around("torch.distributed.algorithms.model_averaging.utils:average_parameters", test=_TEST, everywhere=True)
+def _refuse_averages(average: Callable[..., None], params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     """Let torch's model averaging refuse shards: it would average shards of different parameters."""
-
-    def average_parameters(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        params = list(params)
-        for unit, _ in sharded_now(params):
-            raise StateError(
-                f"average_parameters: a parameter of {unit.name} is this rank's shard, which would be averaged with "
-                "other ranks' shards. Ranks of one group have the same values already; for groups that train apart use "
-                "ShardingStrategy.NO_SHARD"
-            )
-        average(iter(params), *args, **kwargs)
-
-    return average_parameters
+    params = list(params)
+    for unit, _ in sharded_now(params):
+        raise StateError(
+            f"average_parameters: a parameter of {unit.name} is this rank's shard, which would be averaged with "
+            "other ranks' shards. Ranks of one group have the same values already; for groups that train apart use "
+            "ShardingStrategy.NO_SHARD"
+        )
+    average(iter(params), *args, **kwargs)
 
 
 @units_live.replace("transformers.modeling_utils:PreTrainedModel.save_pretrained", test=_TEST)
@@ -321,48 +303,45 @@ def _refuse_to_save_pieces(save: Callable[..., Any]) -> Callable[..., Any]:
     return of_whole_values(save)
 
 
-@units_live.replace("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_", test=_TEST)
-def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:
+@units_live.around("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_", test=_TEST)
+def _counting_once(unscale: Callable[..., Any], self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Limit the flag of infinite gradients of ``ShardedGradScaler`` to 1.
 
     torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
-
-    def counting_once(self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
-        unscale(self, optimizer)
-        if self.is_enabled():
-            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                found.clamp_(max=1.0)
-
-    return counting_once
+    unscale(self, optimizer)
+    if self.is_enabled():
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.clamp_(max=1.0)
 
 
-@units_live.replace("torch.amp.grad_scaler:GradScaler._unscale_grads_", test=_TEST)
-@units_live.replace("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler._unscale_grads_", test=_TEST)
-def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+@units_live.around("torch.amp.grad_scaler:GradScaler._unscale_grads_", test=_TEST)
+@units_live.around("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler._unscale_grads_", test=_TEST)
+def _agreeing(
+    unscale: Callable[..., dict[torch.device, Tensor]],
+    self: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
     """Let all ranks skip a step of a gradient scaler together.
 
     Each rank sees infinite gradients in its own shards only, so the flags are all-reduced: a collective call if the
     optimizer steps sharded parameters. They get one shape: torch's ``ShardedGradScaler`` makes two, one for fused
     optimizers, and cannot add them.
     """
-
-    def agreeing(
-        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found_inf = found_inf.reshape(())
-        found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        shards = sharded_now(param for group in optimizer.param_groups for param in group["params"])
-        if shards:
-            found = found or {found_inf.device: found_inf}  # a rank without gradients takes part too
-            any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
-            by_group = {id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)}
-            for flat_param in by_group.values():
-                checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, flat_param, _C.EVENT_SCALES)
-            first, *others = found.values()  # fused optimizers add the flags of devices, and skip if the sum is 1
-            first.copy_(any_inf)
-            for value in others:
-                value.zero_()
-        return found
-
-    return agreeing
+    found_inf = found_inf.reshape(())
+    found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    shards = sharded_now(param for group in optimizer.param_groups for param in group["params"])
+    if shards:
+        found = found or {found_inf.device: found_inf}  # a rank without gradients takes part too
+        any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
+        by_group = {id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)}
+        for flat_param in by_group.values():
+            checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, flat_param, _C.EVENT_SCALES)
+        first, *others = found.values()  # fused optimizers add the flags of devices, and skip if the sum is 1
+        first.copy_(any_inf)
+        for value in others:
+            value.zero_()
+    return found

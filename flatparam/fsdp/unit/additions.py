@@ -96,16 +96,12 @@ def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
         _watch(unit, added.modules())
 
 
-@units_live.replace("torch.nn.modules.container:ModuleList.insert", test=_TEST)
-@units_live.replace("torch.nn.modules.container:Sequential.insert", test=_TEST)
-def _check_inserted(original: Callable[..., Any]) -> Callable[..., Any]:
+@units_live.around("torch.nn.modules.container:ModuleList.insert", test=_TEST)
+@units_live.around("torch.nn.modules.container:Sequential.insert", test=_TEST)
+def _check_inserted(original: Callable[..., Any], self: nn.Module, index: int, module: nn.Module) -> Any:
     """Refuse modules with trainable parameters that ``insert()`` adds after wrapping: it calls no hook."""
-
-    def insert(self: nn.Module, index: int, module: nn.Module) -> Any:
-        _on_module(self, str(index), module)
-        return original(self, index, module)
-
-    return insert
+    _on_module(self, str(index), module)
+    return original(self, index, module)
 
 
 def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:

@@ -57,23 +57,19 @@ def is_never_recomputed(by_default: bool) -> bool:
     return found and by_default
 
 
-@units_live.replace(
+@units_live.around(
     "torch.utils.checkpoint:CheckpointFunction.forward", test="tests/fsdp/unit/test_fsdp_frozen_inputs.py"
 )
-def _noted(forward: Any) -> Any:
+def _noted(forward: Any, ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
     """Note reentrant checkpoints. Backward recomputes one only if an input requires grad; else its units would not be
     trained, in silence.
     """
-
-    def noted(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-        stack = _here.stack
-        stack.append(("checkpoint", any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)))
-        try:
-            return forward(ctx, run_function, preserve_rng_state, *args)
-        finally:
-            stack.pop()
-
-    return noted
+    stack = _here.stack
+    stack.append(("checkpoint", any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)))
+    try:
+        return forward(ctx, run_function, preserve_rng_state, *args)
+    finally:
+        stack.pop()
 
 
 # An attribute of a module while functional_call has exchanged some of its tensors. It maps each name to (the tensor
@@ -112,23 +108,15 @@ def _swapping(swap: Any) -> Any:
     return seen_as(swapping, swap)
 
 
-@units_live.replace("torch:Tensor.requires_grad_", test="tests/fsdp/unit/test_fsdp_unfreezing.py")
-def _freezing(original: Any) -> Any:
+@units_live.around("torch:Tensor.requires_grad_", test="tests/fsdp/unit/test_fsdp_unfreezing.py")
+def _freezing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let ``requires_grad_()`` of a view, which stands in a parameter's place during a forward, act on the parameter.
 
     A view has a history, so torch refuses to freeze it. An instance attribute ``requires_grad_`` on the view would be
     saved and copied with it, so the method of the class is replaced.
     """
-
-    def requires_grad_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self if _C.is_leaf(self) else _frozen_by(self), *args, **kwargs)
-
-    return requires_grad_
-
-
-def _frozen_by(view: Any) -> Any:
-    """The parameter in whose place ``view`` stands, or ``view`` itself."""
-    return next((owner for unit in all_units() if (owner := unit.core.owner_of(view)) is not None), view)
+    owners = () if _C.is_leaf(self) else (unit.core.owner_of(self) for unit in all_units())
+    return original(next((owner for owner in owners if owner is not None), self), *args, **kwargs)
 
 
 def seen_as(ours: Any, function: Any) -> Any:

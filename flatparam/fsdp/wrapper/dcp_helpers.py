@@ -48,29 +48,21 @@ def _either(known: Any) -> Any:
     return _Either
 
 
-@units_live.replace(f"{_MODULE}:{_STATE_OF}", test=_TEST)
-def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:
+@units_live.around(f"{_MODULE}:{_STATE_OF}", test=_TEST)
+def _state_of(original: Callable[..., Any], module: nn.Module) -> Any:
     """Let the helpers find a unit of our class."""
-
-    def state_of(module: nn.Module) -> Any:
-        return module if isinstance(module, Wrapper) else original(module)
-
-    return state_of
+    return module if isinstance(module, Wrapper) else original(module)
 
 
-@units_live.replace(f"{_MODULE}:_get_fqns", test=_TEST)
-def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
+@units_live.around(f"{_MODULE}:_get_fqns", test=_TEST)
+def _names_of(original: Callable[..., Any], model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     """Give the FQNs of all original parameters of a flat parameter."""
-
-    def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        path, _, last = name.rpartition(".")
-        flat_param = None
-        if last.startswith(FLAT_PARAM):
-            param = model.get_submodule(path)._parameters.get(last)
-            flat_param = flat_param_of(param) if isinstance(param, Tensor) else None
-        if flat_param is None:
-            return original(model, name, *args, **kwargs)
-        (prefix,) = original(model, path, *args, **kwargs) if path != FSDP_WRAPPED_MODULE else ("",)
-        return {join(prefix, one.fqn) for one in flat_param.originals}
-
-    return names_of
+    path, _, last = name.rpartition(".")
+    flat_param = None
+    if last.startswith(FLAT_PARAM):
+        param = model.get_submodule(path)._parameters.get(last)
+        flat_param = flat_param_of(param) if isinstance(param, Tensor) else None
+    if flat_param is None:
+        return original(model, name, *args, **kwargs)
+    (prefix,) = original(model, path, *args, **kwargs) if path != FSDP_WRAPPED_MODULE else ("",)
+    return {join(prefix, one.fqn) for one in flat_param.originals}

@@ -248,8 +248,8 @@ def test_an_overflow_counts_once_for_all_devices(where):
         list(found.values())[where].fill_(1.0)
     with fake_world(2):
         optimizer = torch.optim.SGD(wrap_blocks(make()).parameters())
-        agreeing = patches._agreeing(lambda *arguments: found)
-        agreeing(torch.amp.GradScaler("cpu"), optimizer, torch.ones(1), torch.zeros(1), True)
+        scaler = torch.amp.GradScaler("cpu")
+        patches._agreeing(lambda *arguments: found, scaler, optimizer, torch.ones(1), torch.zeros(1), True)
     assert sum(found.values()).item() == (where is not None)
 
 
