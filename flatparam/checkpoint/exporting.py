@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +38,8 @@ def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
 @contextmanager
 def opened(path: str | os.PathLike[str], trusted: bool) -> Iterator[Source]:
     """Open a checkpoint for the block; its CheckpointErrors name ``path``. Raises: as ``open_source``."""
-    source = open_source(path, trusted)
-    try:
-        with naming_checkpoint(Path(path)):
-            yield source
-    finally:
-        source.close()
+    with closing(open_source(path, trusted)) as source, naming_checkpoint(Path(path)):
+        yield source
 
 
 def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:

@@ -142,9 +142,8 @@ class Boxes(Foreign):
     """A folder that torch's HuggingFaceStorageWriter has written, with boxes of tensors."""
 
     def __init__(self, folder: Path, files: Iterable[Path]):
-        self._closing = closing = ExitStack()
         tensors: dict[str, list[Chunk]] = {}
-        try:
+        with ExitStack() as closing:
             for path in files:
                 self._add(path, closing, tensors)
             for name, chunks in tensors.items():
@@ -157,9 +156,7 @@ class Boxes(Foreign):
                     raise FileError(f"{folder}: the boxes of `{name}` are {what}")
                 for chunk in chunks:
                     chunk.shape = shape
-        except BaseException:
-            self.close()
-            raise
+            self._closing = closing.pop_all()
         self.take(tensors)
         self.digest += _digest_of(self.entry(chunk) for chunks in tensors.values() for chunk in chunks)
 

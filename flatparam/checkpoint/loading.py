@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -127,14 +128,10 @@ def load(
 
 def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
     """Return the ``extra`` that ``rank`` saved. No collective call. Raises: CheckpointError, OSError."""
-    source = Checkpoint(Path(os.path.abspath(path)))
-    try:
-        with naming_checkpoint(source.folder):
-            if not 0 <= rank < source.index.world_size:
-                raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
-            return decode(source.index.ranks[rank].get("extra"), OfRank(source, rank))
-    finally:
-        source.close()
+    with closing(Checkpoint(Path(os.path.abspath(path)))) as source, naming_checkpoint(source.folder):
+        if not 0 <= rank < source.index.world_size:
+            raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
+        return decode(source.index.ranks[rank].get("extra"), OfRank(source, rank))
 
 
 class Loading(ModelPlan):

@@ -114,15 +114,13 @@ class Files:
 
     def __init__(self, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]):
         self.entries: dict[str, Entry] = {}
-        self._open = ExitStack()
         self._headers: list[bytes] = []
-        try:
+        with ExitStack() as opened:
             paths, mapped = _find(where)
             for path in paths:
-                self._add(path, None if mapped is None else {name for name, file in mapped.items() if file == path})
-        except BaseException:
-            self.close()
-            raise
+                names = None if mapped is None else {name for name, file in mapped.items() if file == path}
+                self._add(path, names, opened)
+            self._open = opened.pop_all()
 
     def close(self) -> None:
         self._open.close()
@@ -133,8 +131,8 @@ class Files:
         parts = [*sorted(self._headers), *sorted(name.encode("utf-8", "surrogatepass") for name in self.entries)]
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def _add(self, path: Path, names: set[str] | None) -> None:
-        header, found = open_entries(path, self._open)
+    def _add(self, path: Path, names: set[str] | None, closing: ExitStack) -> None:
+        header, found = open_entries(path, closing)
         self._headers.append(hashlib.sha256(header).digest())
         for name in sorted(names or ()):
             if name not in found:
