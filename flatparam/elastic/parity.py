@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..checkpoint.errors import CheckpointError
 from ..common.redundancy import stripe_of
-from ..fsdp.desync.checked_collectives import exchange, issue, wait
-from ..fsdp.desync.events import SetupCollective
+from ..fsdp.desync.checked_collectives import issue, wait
 from .epochs import Epoch
 from .snapshot import Key, checksum, read
+from .transport import exchange_bytes
 
 
 class Kept(NamedTuple):
@@ -157,13 +157,9 @@ def _exchanged(out: dict[int, Tensor], sizes: dict[int, int]) -> list[Tensor]:
 
     ``sizes``: rank -> how many bytes come from it. A collective call of all ranks of the world.
     """
-    world: Any = dist.group.WORLD
-    ranks = range(world.size())
+    ranks = range(dist.get_world_size())
     sent = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *(out[rank] for rank in sorted(out))])
     got = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cpu")
-    options = {
-        "output_split_sizes": [sizes.get(rank, 0) for rank in ranks],
-        "input_split_sizes": [out[rank].numel() if rank in out else 0 for rank in ranks],
-    }
-    exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, sent, group=world, **options)
+    out_sizes = [out[rank].numel() if rank in out else 0 for rank in ranks]
+    exchange_bytes(got, sent, [sizes.get(rank, 0) for rank in ranks], out_sizes)
     return list(got.split([sizes[rank] for rank in sorted(sizes)]))

@@ -24,6 +24,7 @@ from ..checkpoint.saving import merge
 from ..common.tensors import bytes_of, row_major
 from ..fsdp.desync.checked_collectives import exchange, gather_objects
 from ..fsdp.desync.events import SetupCollective
+from ..fsdp.sharding.placement import world
 
 ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one part of a box more
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
@@ -117,9 +118,8 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
     part in the collectives that remain: the others would wait for it, and the next call would meet theirs.
     Returns: the number of bytes that this rank has sent. Raises: OrderError if another rank cannot come to it.
     """
-    world: Any = dist.group.WORLD
     me, size = dist.get_rank(), dist.get_world_size()
-    via = torch.device(dist.distributed_c10d._get_object_coll_device(world))
+    via = torch.device(dist.distributed_c10d._get_object_coll_device(world()))
     wanted: list[list[Read]] = [[] for _ in range(size)]
     with _keeping(problems):
         for read in reads:
@@ -131,12 +131,12 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
             read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
         wanted[me] = []
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
-    everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world)
+    everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world())
     gives = [[box_of(parts[file][i].tensor, begin, shape) for file, i, begin, shape in asked[me]] for asked in everyone]
     given = [list(_rounds([(one.nbytes, one) for one in theirs])) for theirs in gives]
     taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
     counts = torch.tensor([max(len(one) for one in (*given, *taken))], device=via)
-    exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world, op=dist.ReduceOp.MAX)
+    exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world(), op=dist.ReduceOp.MAX)
     sent = 0
     for i in range(int(counts)):
         giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
@@ -144,8 +144,7 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
         got, out = (torch.empty(sum(one), dtype=torch.uint8, device=via) for one in (sizes, out_sizes))
         with _keeping(problems):
             torch.cat([out[:0], *(_bytes(one).to(via) for run in giving for _, one in run)], out=out)
-        splits = {"output_split_sizes": sizes, "input_split_sizes": out_sizes}
-        exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, out, group=world, **splits)
+        exchange_bytes(got, out, sizes, out_sizes)
         sent += len(out)
         with _keeping(problems):
             at = 0
@@ -153,6 +152,12 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
                 read.out.copy_(got[at : at + count].clone().view(_dtype(read)).view(read.out.shape))
                 at += count
     return sent
+
+
+def exchange_bytes(got: Tensor, out: Tensor, sizes: list[int], out_sizes: list[int]) -> None:
+    """Send ``out_sizes[i]`` bytes of ``out`` to rank ``i`` of the world, and put ``sizes[i]`` from it into ``got``."""
+    splits = {"output_split_sizes": sizes, "input_split_sizes": out_sizes}
+    exchange(SetupCollective.RESIZES, dist.all_to_all_single, got, out, group=world(), **splits)
 
 
 @contextlib.contextmanager

@@ -147,14 +147,12 @@ class Settings:
     min_unit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise BadInput(f"--world-size must be at least 1, got {self.world_size}")
+        for name, least in (("world_size", 1), ("min_unit_bytes", 0), ("min_params", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         if self.world_size > MOST_RANKS:
             raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {self.world_size}")
-        if self.min_unit_bytes < 0:
-            raise BadInput(f"--min-unit-bytes must be at least 0, got {self.min_unit_bytes}")
-        if self.min_params is not None and self.min_params < 1:
-            raise BadInput(f"--min-params must be at least 1, got {self.min_params}")
         if is_grid(self.strategy):
             if self.shard_size is None:
                 raise BadInput(f"{self.strategy.name} needs --shard-size: how many ranks share a parameter")
