@@ -28,8 +28,7 @@ from ..fsdp.desync.liveness import begin_process, heartbeat
 from ..fsdp.desync.stores import Store
 from ..fsdp.errors import StateError, StoreGoneError
 from . import training  # noqa: F401
-from .epochs import Epoch, Epochs, store_of_job
-from .process import MEMBER, REPLACED, signal_name
+from .epochs import MEMBER, REPLACED, Epoch, Epochs, store_of_job
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for the training process to end after a signal
@@ -73,6 +72,11 @@ def _may_lose_no_machine() -> bool:
     ours = given.index("flatparam.elastic") if "flatparam.elastic" in given else 0
     is_dynamic = "c10d" in [*given[:ours], os.environ.get("PET_RDZV_BACKEND")]
     return is_dynamic and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal. Real-time signals have none."""
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
 
 
 class _Slot:
@@ -133,7 +137,7 @@ class _Slot:
         while True:
             code = self._status()
             if code is not None and code < 0:
-                return code, f"{member} was killed by {signal_name(-code)}"
+                return code, f"{member} was killed by {_signal_name(-code)}"
             if code == REPLACED and not self._watches:
                 return code, f"{member} was replaced"
             if code != 0 and (epoch := self._look(lambda: next(drops))):

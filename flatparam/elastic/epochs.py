@@ -27,8 +27,9 @@ from typing import NamedTuple
 from ..fsdp.desync.liveness import heartbeat
 from ..fsdp.desync.stores import Store, connect
 from ..fsdp.errors import StateError
-from .process import REPLACED
 
+MEMBER = "FLATPARAM_ELASTIC_MEMBER"  # environment variable: the training process's name as a member, "slot.life"
+REPLACED = 76  # exit status of a training process that others took for lost
 PATIENCE = 3.0  # seconds beyond the heartbeat for a member to come to a new epoch
 _SAYING = 2.0  # seconds: a process that asks counts itself first, and then says its name
 

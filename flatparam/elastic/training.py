@@ -45,9 +45,8 @@ from ..fsdp.errors import OrderError, StateError
 from ..fsdp.sharding.placement import world
 from ..fsdp.unit.base import wrappers_in
 from ..fsdp.unit.unit import units_of
-from .epochs import PATIENCE, Epoch, Epochs, store_of_job
+from .epochs import MEMBER, PATIENCE, Epoch, Epochs, store_of_job
 from .parity import Generation, Kept, rebuild
-from .process import MEMBER
 from .resizing import check_model, check_reduced, devices_of, enter, inner_sizes, leave
 from .snapshot import Key, Plan, read
 from .transport import Held
@@ -424,20 +423,15 @@ class Session:
             generation.complete()
 
 
-@_training.replace("torch.distributed.distributed_c10d:_new_process_group_helper", test="tests/elastic/test_worlds.py")
-def _meeting_first(original: Any) -> Any:
+@_training.around("torch.distributed.distributed_c10d:_new_process_group_helper", test="tests/elastic/test_worlds.py")
+def _meeting_first(original: Any, *args: Any, **settings: Any) -> Any:
     """Let the ranks of a new process group meet before they connect: torch waits for a lost one until the time-out."""
-    parameters = inspect.signature(original)
-
-    def make(*args: Any, **settings: Any) -> Any:
-        here: Session | None = getattr(_here, "session", None)
-        given = parameters.bind(*args, **settings).arguments
-        if here is None or given.get("timeout") is None or not here.makes(given["backend"]):
-            return original(*args, **settings)
-        names = ("global_ranks_in_group", "backend", "group_name", "timeout")
-        return here.make_group(functools.partial(original, **given), *(given[one] for one in names))
-
-    return make
+    here: Session | None = getattr(_here, "session", None)
+    given = inspect.signature(original).bind(*args, **settings).arguments
+    if here is None or given.get("timeout") is None or not here.makes(given["backend"]):
+        return original(*args, **settings)
+    names = ("global_ranks_in_group", "backend", "group_name", "timeout")
+    return here.make_group(functools.partial(original, **given), *(given[one] for one in names))
 
 
 def _connects(backend: str) -> bool:

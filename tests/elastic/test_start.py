@@ -23,7 +23,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import elastic
 from flatparam.elastic import __main__ as launcher
 from flatparam.elastic import training
-from flatparam.elastic.process import MEMBER
+from flatparam.elastic.epochs import MEMBER
 from flatparam.fsdp.desync.stores import in_memory
 from flatparam.fsdp.errors import StateError
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import elastic
-from flatparam.elastic.process import MEMBER
+from flatparam.elastic.epochs import MEMBER
 
 
 class Weights(nn.Module):

@@ -26,7 +26,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint, elastic
 from flatparam.elastic import epochs, parity, training
-from flatparam.elastic.process import MEMBER
+from flatparam.elastic.epochs import MEMBER
 
 CLIP = 1.5  # below most of the gradients, which are whole numbers up to 4
 SAVES = 4  # each such step saves, trains on another batch, and loads
