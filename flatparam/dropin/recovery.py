@@ -59,7 +59,8 @@ def set_training_state(handle: Handle, state: HandleTrainingState) -> None:
         if in_transform():
             _refuse_to_be_differentiated(handle)
         interrupted = handle._state not in _AT_REST or (handle._prefetched and handle._is_of_backward)
-        if interrupted or _is_out_of_date(handle):
+        # Or the parameters are still gathered, and an optimizer has stepped since the last forward
+        if interrupted or (handle._steps_seen != handle.steps[0] and _is_gathered(handle)):
             recover(handle)
         elif handle._left_versions is not None:
             _tell_of_old_values(handle)
@@ -84,11 +85,6 @@ def _refuse_to_be_differentiated(handle: Handle) -> None:
             "backward comes. Use torch.autograd.grad, torch.autograd.functional or flatparam's own "
             "FullyShardedDataParallel, or differentiate inside summon_full_params()"
         )
-
-
-def _is_out_of_date(handle: Handle) -> bool:
-    """Whether the parameters are still gathered, and an optimizer has stepped since the last forward."""
-    return bool(handle._steps_seen != handle.steps[0] and _is_gathered(handle))
 
 
 def _is_gathered(handle: Handle) -> bool:

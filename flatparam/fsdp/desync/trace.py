@@ -187,7 +187,8 @@ class GroupTrace:
         try:
             self._raise_if_broken()
             self._raise_if_absent()
-            self._raise_if_told_of_trouble()
+            if said := self._said("told"):  # another rank's exception, which aborted the communicator; it may be back
+                self._break(_C.read_report(said)[3], "", absent=1)
             self._raise_if_lost(0.0, lambda rank: True)
             self._look_at_question()
         except StoreGoneError as error:
@@ -573,11 +574,6 @@ class GroupTrace:
         for rank, raised, text in self._troubles() if waited > _TROUBLED_FOR else ():
             if rank != self._ranks[self._me] and self._raised < raised:
                 self._break(text, "", absent=1)
-
-    def _raise_if_told_of_trouble(self) -> None:
-        """Raise the exception of another rank for which C aborted the communicator. That rank may be back already."""
-        if said := self._said("told"):
-            self._break(_C.read_report(said)[3], "", absent=1)
 
     def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
         """Raise that the ranks differ; or, if an exception has let one of the two go on elsewhere, that exception."""

@@ -71,7 +71,8 @@ class Beside:
                 for name, value in mapping.items():
                     if (inner, name) not in managed and _is_changed_in_place(value):
                         refuse_freed(value, f"`{name}` of a {type(inner).__name__}")
-                        self._inside.append((value, _copy(value)))
+                        copied = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+                        self._inside.append((value, copied))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -95,10 +96,6 @@ def _is_changed_in_place(value: Any) -> bool:
     if isinstance(value, Tensor):
         return (value.layout == torch.strided or isinstance(value, nn.Parameter)) and not value.is_meta
     return type(value) in (list, dict, set)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 class Before:

@@ -246,14 +246,11 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
                 f"a {type(module).__name__} has none. Wrap the modules in it, or the one that holds it"
             )
-        self._backward_prefetch = prefetch
-        self._forward_prefetch = arguments["forward_prefetch"]
-        self._min_unit_bytes = arguments["min_unit_bytes"]
-        self._reduction = arguments["reduction"]
+        for name in ("backward_prefetch", "forward_prefetch", "min_unit_bytes", "reduction", "use_orig_params"):
+            setattr(self, f"_{name}", arguments[name])
         self.limit_all_gathers = arguments["limit_all_gathers"]
         self.mixed_precision = arguments["mixed_precision"] or MixedPrecision()
         self.cpu_offload = arguments["cpu_offload"] or CPUOffload()
-        self._use_orig_params = arguments["use_orig_params"]
 
     def _check_gradients(self, offload_grads: bool) -> None:
         """Raises: ValueError if the strategy does not add or offload gradients as the arguments ask."""
