@@ -2,7 +2,7 @@
 
 Ranks that run the same program step the same optimizers, so a decision that depends on steps is the same on all ranks.
 Version counters of tensors would not do: a rank that holds no element of a unit sees no version change.
-The runtime registers ``find_units`` and the drop-in ``find_handles``, so this module knows neither.
+The runtime and the drop-in put their functions into ``finders``, so this module knows neither.
 """
 
 import weakref
@@ -32,8 +32,9 @@ _taken_out: Any = WeakIdKeyDictionary()
 _taken_out_times = 0  # the number of calls of take_out()
 # By optimizer: _taken_out_times and the number of its groups when it was last checked for replaced parameters
 _up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-_find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
-_find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
+# "units": returns the runtime's units that have some of the parameters; C notes each step. "handles": the drop-in's
+# handles that do; a step adds 1 to ``handle.steps[0]``, once for each list: handles of one model share one
+finders: dict[str, Callable[[Iterable[Tensor]], Iterable[Any]]] = {}
 
 
 _replaced_live = Lifetime("from the first parameter that wrapping replaces to the end of the last one's model")
@@ -64,19 +65,6 @@ def _refuse_taken_out(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             refuse(owner, name, type(optimizer).__name__)
             break
     _up_to_date[optimizer] = now
-
-
-def find_units(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
-    """Register ``find(params)``, which returns the runtime's units that have some of ``params``. C notes each step."""
-    _find_units.append(find)
-
-
-def find_handles(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
-    """Register ``find(params)``, which returns the drop-in's handles that have some of ``params``.
-
-    A step adds 1 to ``handle.steps[0]``, once for each list: handles of one model share one.
-    """
-    _find_handles.append(find)
 
 
 def note_change() -> None:
@@ -130,10 +118,9 @@ def _look(optimizer: Optimizer) -> _Known:
         return known
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_some = any(_is_fsdp_flattened(param) for param in params)
-    units, handles = (
-        [weakref.ref(each) for find in finders for each in find(params)] for finders in (_find_units, _find_handles)
-    )
-    _known[optimizer] = has_some, when, units, handles
+    found = {kind: [weakref.ref(each) for each in find(params)] for kind, find in finders.items()}
+    units = found.get("units", [])
+    _known[optimizer] = has_some, when, units, found.get("handles", [])
     if units and known is None:
         _advise_fused(optimizer)
     return _known[optimizer]

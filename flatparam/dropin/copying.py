@@ -83,7 +83,7 @@ def _handles_of(params: Iterable[Tensor]) -> list[Handle]:
     return found
 
 
-optimizers.find_handles(_handles_of)
+optimizers.finders["handles"] = _handles_of
 
 
 def deepcopy_handle(handle: Handle, memo: dict[int, Any]) -> Any:

@@ -113,7 +113,7 @@ def owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
     return {owner.unit: None for owner in map(owner_of_param, params) if owner is not None}
 
 
-optimizers.find_units(owners_of)
+optimizers.finders["units"] = owners_of
 
 
 def flat_param_of(param: Tensor) -> FlatParam | None:
