@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_scripts
 import pytest
 
 from examples.demo import cli, killed
@@ -26,7 +27,7 @@ CONFIG = dataclasses.replace(cli.KILL, steps=8, validate_every=4)
 
 @pytest.mark.multiprocess
 def test_a_killed_rank_is_shown_and_its_loss_changes_nothing():
-    done = subprocess.run([*DEMO, *SMALL], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = forked_scripts.completed([*DEMO, *SMALL], cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     told = [
@@ -47,7 +48,9 @@ def test_a_killed_rank_is_shown_and_its_loss_changes_nothing():
 @pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_a_signal_ends_the_ranks_too():
-    with subprocess.Popen([*DEMO, *SMALL], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+    with forked_scripts.Popen(
+        [*DEMO, *SMALL], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
         process = 0
         for line in demo.stdout:
             if match := re.search(r"it has joined, .*", line):
@@ -120,6 +123,7 @@ def test_a_training_that_fails_is_told(monkeypatch, capsys, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("raise ValueError('wrong data')\n")
     monkeypatch.setattr(killed, "WORKER", script)
+    monkeypatch.setattr(killed.subprocess, "Popen", forked_scripts.Popen)
     assert cli.main(["--kill"]) == 1
     errors = capsys.readouterr().err
     assert errors.endswith("examples.demo: torchrun ended with status 1; all processes ended\n")

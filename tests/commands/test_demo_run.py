@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_scripts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ DEMO = [sys.executable, "-m", "examples.demo"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DEMO, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return forked_scripts.completed([*DEMO, *arguments], cwd=ROOT, timeout=240)
 
 
 @pytest.fixture

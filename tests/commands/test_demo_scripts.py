@@ -6,11 +6,18 @@ import subprocess
 import sys
 import time
 
+import forked_scripts
 import pytest
 
 from examples.demo import scripts
 
 pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """torchrun and its ranks begin as forks."""
+    monkeypatch.setattr(scripts.subprocess, "Popen", forked_scripts.Popen)
 
 
 def example(folder, code, needs=""):
@@ -71,7 +78,7 @@ def test_no_rank_stays_after_an_interruption(tmp_path):
     parent = "import pathlib, sys\nfrom examples.demo import scripts\nscripts.stop_on_signals()\n"
     parent += "scripts.run_all([pathlib.Path(sys.argv[1])])"
     root = str(scripts.EXAMPLES.parent)
-    process = subprocess.Popen([sys.executable, "-c", parent, str(path)], cwd=root, stderr=subprocess.DEVNULL)
+    process = forked_scripts.Popen([sys.executable, "-c", parent, str(path)], cwd=root, stderr=subprocess.DEVNULL)
     try:
         while not pid.exists():
             assert process.poll() is None

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_scripts
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ def endless(tmp_path, request):
     out.mkdir()
     scratch.mkdir()
     flatparam.checkpoint.save(out / "checkpoint", torch.nn.Linear(2, 2), extra="of an earlier run")
-    process = subprocess.Popen(
+    process = forked_scripts.Popen(
         [*DEMO, "--quick", "--ranks", str(ranks), "--steps", "1000000", "--out", str(out)],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs")},

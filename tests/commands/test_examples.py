@@ -10,9 +10,9 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 
+import forked_scripts
 import pytest
 from scripts import EXAMPLES, check_help, check_last_lines, head_of, printed_on_ranks
 
@@ -34,7 +34,7 @@ def run(*command, folder):
     """Return the standard output and the standard error of a Python process in ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     call = [sys.executable, *command]
-    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = forked_scripts.completed(call, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 

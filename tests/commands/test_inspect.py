@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forked_scripts
 import inspected
 import pytest
 import torch
@@ -400,13 +400,8 @@ def test_the_command_draws_the_demo(tmp_path):
     picture, plan = tmp_path / "plan.png", tmp_path / "plan.json"
     arguments = ["examples.demo.model:default_model", "--wrap", "Block", "--strategy", "HYBRID_SHARD"]
     arguments += ["--world-size", "5000", "--shard-size", "1000", "--png", str(picture), "--json", str(plan)]
-    done = subprocess.run(
-        [sys.executable, "-m", "flatparam", "inspect", *arguments],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "flatparam", "inspect", *arguments]
+    done = forked_scripts.completed(command, env={**os.environ, "PYTHONPATH": os.getcwd()})
     assert (done.returncode, done.stderr) == (0, "")
     assert "HYBRID_SHARD over 5000 ranks (1000 share a parameter)" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

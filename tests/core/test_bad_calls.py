@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import forked_scripts
 import pytest
 
 import flatparam
@@ -31,15 +32,9 @@ def results():
     """Run the hostile calls once for all tests; return what became of each callable."""
     package = str(pathlib.Path(flatparam.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "hostile_calls.py"), str(CALLS), "1"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        check=True,
-        timeout=280,
-    )
+    command = [sys.executable, str(SUPPORT / "hostile_calls.py"), str(CALLS), "1"]
+    process = forked_scripts.completed(command, env=environment, stderr=subprocess.DEVNULL)
+    process.check_returncode()
     return {line["name"]: line for line in map(json.loads, process.stdout.splitlines())}
 
 

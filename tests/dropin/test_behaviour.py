@@ -1,11 +1,11 @@
 """install() holds torch's handle beside ours on a tiny module, and refuses a torch whose handle does something else."""
 
-import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import forked_scripts
 import pytest
 import torch
 from torch.distributed.fsdp import _flat_param as torchs
@@ -84,5 +84,5 @@ def test_a_process_forked_after_install_can_go_backward():
         sys.exit(os.wait()[1])
     """
     folder = Path(flatparam.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=folder, capture_output=True, text=True)
+    done = forked_scripts.completed([sys.executable, "-c", textwrap.dedent(code)], cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked_scripts
 import killed_script
 import torch
 from elastic_oracle import Unsharded
@@ -112,7 +113,7 @@ class Job:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
         command += [f"--nproc-per-node={RANKS}", "-m", "flatparam.elastic", "--max-joins=1000"]
         command += [killed_script.__file__, self.until, self.folder, self.redundancy]
-        self.process = subprocess.Popen(
+        self.process = forked_scripts.Popen(
             list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         readers = [

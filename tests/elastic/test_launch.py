@@ -10,7 +10,8 @@ Promises:
 - a stopped process is replaced after the heartbeat: `test_a_stopped_process_is_replaced`
 - an error of the script ends the job with a status that is not 0, and is printed: `test_an_error_ends_the_job`
 - with `--max-restarts 1` torchrun starts all anew after an error, here `sys.exit(3)`: `test_a_second_start_begins_anew`
-- without torchrun, or with one rank, the error says what to do: `test_bad_starts_are_told`
+- without torchrun, or with one rank, the error says what to do, also where no process is forked from a warm one:
+  `test_bad_starts_are_told`
 """
 
 import os
@@ -20,6 +21,7 @@ import sys
 from pathlib import Path
 
 import elastic_script
+import forked_scripts
 import pytest
 from elastic_oracle import Unsharded
 
@@ -32,12 +34,12 @@ SOON = 3.0  # seconds after which the others go on without a killed process
 HEARTBEAT = 4.0  # longer: it is not what tells them
 
 
-def launched(ranks, *arguments, restarts=0, **settings):
+def launched(ranks, *arguments, restarts=0, begin=forked_scripts.Popen, **settings):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": "1", **settings}
     command = [sys.executable, *LAUNCH, f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"]
     command += ["-m", "flatparam.elastic", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return begin(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(process):
@@ -124,6 +126,6 @@ def test_bad_starts_are_told(monkeypatch, capsys):
         main([str(SUPPORT / "elastic_script.py"), "4"])
     assert ends.value.code == 2
     assert "the environment has no RANK: start it with torchrun" in capsys.readouterr().err
-    said, errors, status = ended(launched(1, SUPPORT / "elastic_script.py", "4"))
+    said, errors, status = ended(launched(1, SUPPORT / "elastic_script.py", "4", begin=subprocess.Popen))
     assert status != 0, said
     assert "expected at least 2 ranks" in errors

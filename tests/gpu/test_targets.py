@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import accelerator
+import forked_scripts
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def test_ranks_run_from_any_folder(tmp_path, launch):
     environment = {name: value for name, value in NO_GPU.items() if name != "PYTHONPATH"}
     command = [sys.executable, *launch, str(ROOT / "tests/gpu/ranks.py"), "one_communicator"]
     environment["FLATPARAM_TEST_DEVICE"] = "sim"
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = forked_scripts.completed(command, cwd=tmp_path, env=environment)
     assert "rank 0 of 1: one_communicator passed" in done.stdout, done.stderr
 
 
@@ -132,7 +133,7 @@ benchmarks.gpu.main()
 
 def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
     command = [sys.executable, "-c", WITHOUT_PACKAGES, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=300)
+    done = forked_scripts.completed(command, cwd=ROOT, env=NO_GPU)
     assert done.returncode == 0, done.stderr
     commands, _, measured = done.stdout.partition("\n")
     assert "pytest" not in commands
@@ -170,7 +171,7 @@ def test_a_lone_rank_has_its_part_of_collectives():
 @pytest.mark.thorough
 def test_the_demo_says_that_there_are_not_enough_gpus(tmp_path):
     command = [sys.executable, "-m", "examples.demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=300)
+    done = forked_scripts.completed(command, cwd=ROOT, env=NO_GPU)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "examples.demo: --device cuda takes a GPU for each of 2 ranks, there are 0\n"
 

@@ -1,68 +1,79 @@
-"""Programs that run and end as scripts do, in forks of one process that has imported torch, which takes seconds."""
+"""Processes of Python that are forks of one that has imported torch, which takes seconds (forked_server.py)."""
 
 import contextlib
-import itertools
+import inspect
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 240.0  # seconds that the programs of a call may take
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # as subprocess names them
+_begin = subprocess.Popen  # also where a test has put the class below in its place
+_servers = {}  # by the modules that they have imported: the sockets that take requests
 
-_SERVER = """
-import gc, importlib, itertools, json, os, sys
-import torch, torch._dynamo, torch.distributed.fsdp
 
-def freeze():
-    \"\"\"Else a script that ends would look through all of torch several times, for half of a second.\"\"\"
-    gc.collect()
-    gc.freeze()
+class Popen(subprocess.Popen):
+    """A process as subprocess has it, of a command ``[sys.executable, ...]``: no ``exec``, but a fork of the server.
 
-def fork_for_each_call():
-    \"\"\"Return, in a child, what to run. The server itself ends with its input.\"\"\"
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            return fork_for_each_program(**json.loads(line))
-        os.write(1, b"%d\\n" % os.waitpid(child, 0)[1])
-    os._exit(0)
+    So are those that it starts with Popen. Tests of how a process starts, or of what it imports, start one for real.
+    ``imported``: modules that it has imported, found on today's ``sys.path``; ``is_finalized``: whether it ends with
+    all that Python does, which takes 0.3 s.
+    """
 
-def fork_for_each_program(groups, folder, environment, path, imported):
-    os.chdir(folder)
-    os.dup2(os.open("call.err", os.O_CREAT | os.O_WRONLY), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:] = path
-    for name in imported:
-        importlib.import_module(name)
-    freeze()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    numbers = itertools.count()
-    for programs in groups:
-        children = {}
-        for program, arguments in programs:
-            i = next(numbers)
-            child = os.fork()
-            if child == 0:
-                for number, name in (1, "out"), (2, "err"):
-                    os.dup2(os.open(f"{i}.{name}", os.O_CREAT | os.O_WRONLY), number)
-                sys.argv = ["", *arguments]
-                return program
-            children[i] = child
-        for i, child in children.items():
-            with open(f"{i}.status", "w") as file:
-                file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-    os._exit(0)
+    def __init__(self, command, *, imported=(), is_finalized=False, **settings):
+        self._imported, self._is_finalized = tuple(imported), is_finalized
+        super().__init__(command, **settings)
 
-freeze()
-exec(fork_for_each_call(), {"__name__": "__main__"})
-"""
-_server = None
+    def _execute_child(self, *given):
+        made = inspect.signature(super()._execute_child).bind(*given).arguments
+        program, *arguments = map(os.fspath, made["args"])
+        assert program == sys.executable
+        environment = dict(os.environ if made["env"] is None else made["env"])
+        request = {"arguments": arguments, "folder": str(made["cwd"] or os.getcwd()), "environment": environment}
+        request |= {"is_session": made["start_new_session"], "passed": made["pass_fds"]}
+        request["is_finalized"] = self._is_finalized
+        streams = [made["p2cread"], made["c2pwrite"], made["errwrite"]]
+        files = [number if fd == -1 else fd for number, fd in enumerate(streams)]
+        self._told = _ask(_server(self._imported), request, [*files, *made["pass_fds"]])
+        self.pid = int(self._told.readline())
+        self._child_created = True
+        self._close_pipe_fds(*(made[name] for name in PIPES))
+
+    def _try_wait(self, wait_flags):
+        if wait_flags & os.WNOHANG and not select.select([self._told], [], [], 0)[0]:
+            return 0, 0
+        with self._told:
+            return self.pid, int(self._told.readline() or signal.SIGKILL)
+
+    def _internal_poll(self, _deadstate=None):
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):
+            try:
+                pid, status = (0, 0) if self.returncode is not None else self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def completed(command, timeout=LONGEST, **settings):
+    """As ``subprocess.run`` with what is printed, as text."""
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
+    with Popen(command, **settings) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 class End(NamedTuple):
@@ -76,6 +87,34 @@ def as_main(module):
     return f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
 
 
+def _ask(server, request, files):
+    """Give a server a request; return what tells of the process: a line with its pid, and one with its status."""
+    ours, theirs = os.pipe()
+    try:
+        socket.send_fds(server, [json.dumps(request).encode()], [theirs, *files])
+    finally:
+        os.close(theirs)
+    return os.fdopen(ours, "rb", buffering=0)
+
+
+def _server(imported=()):
+    """The server whose forks have imported these modules."""
+    if imported not in _servers:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if imported:
+                request = {"arguments": [], "folder": os.getcwd(), "is_session": False, "passed": []}
+                request |= {"environment": environment_of_the_tree(), "imported": imported}
+                _ask(_server(), request, [theirs.fileno()]).close()
+            else:
+                command = [sys.executable, Path(__file__).with_name("forked_server.py"), str(theirs.fileno())]
+                environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+                ways = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+                _begin(command, env=environment, pass_fds=[theirs.fileno()], **ways)
+        _servers[imported] = ours
+    return _servers[imported]
+
+
 def run(programs, folder):
     """Run each ``(program, arguments)`` after the other in ``folder``, which is empty or new; return the ends."""
     return [end for (end,) in run_side_by_side([[program] for program in programs], folder)]
@@ -86,30 +125,21 @@ def run_side_by_side(groups, folder, imported=()):
 
     ``imported``: modules to import before the programs are forked.
     """
-    global _server
-    # The tree's own build first: these processes do not preload the runtime of a sanitizer
-    path = [str(ROOT), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    if _server is None:
-        ways = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-        _server = subprocess.Popen([sys.executable, "-c", _SERVER], env=environment, **ways)
-    call = {"groups": groups, "folder": str(folder), "environment": environment, "path": path, "imported": imported}
-    ended = b"not in time"
-    try:
-        _server.stdin.write(json.dumps(call).encode() + b"\n")
-        _server.stdin.flush()
-        if select.select([_server.stdout], [], [], LONGEST)[0]:
-            ended = _server.stdout.readline()
-    finally:
-        if ended != b"0\n":  # also where an exception of pytest ends this: the next call would take this one's answer
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(_server.pid, signal.SIGKILL)
-            _server = None
-    assert ended == b"0\n", (ended, *(path.read_text() for path in Path(folder).glob("call.err")))
-    numbers = itertools.count()
-    return [[_end_of(folder, next(numbers)) for _ in group] for group in groups]
+    end = time.monotonic() + LONGEST
+    found = []
+    for group in groups:
+        with contextlib.ExitStack() as started:
+            settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            settings |= {"cwd": folder, "env": environment_of_the_tree(), "imported": imported, "is_finalized": True}
+            running = []
+            for program, arguments in group:
+                running.append(started.enter_context(Popen([sys.executable, "-c", program, *arguments], **settings)))
+                started.callback(running[-1].kill)
+            told = [process.communicate(timeout=end - time.monotonic()) for process in running]
+        found.append([End(process.returncode, *texts) for process, texts in zip(running, told, strict=True)])
+    return found
 
 
-def _end_of(folder, number):
-    status, out, err = ((folder / f"{number}.{name}").read_text() for name in ("status", "out", "err"))
-    return End(int(status), out, err)
+def environment_of_the_tree():
+    """The environment with the tree's own build first: these processes do not preload the runtime of a sanitizer."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -17,13 +17,13 @@ import os
 import pathlib
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from multiprocessing import connection
 
+import forked_scripts
 import torch
 import torch.distributed as dist
 
@@ -116,14 +116,14 @@ def script(function, *arguments, **settings):
     """A process that makes this call and ends as a script does, unlike a rank of ``run_ranks``."""
     call = f"import {function.__module__} as module; module.{function.__name__}{arguments}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", call], env=environment, **settings)
+    return forked_scripts.Popen([sys.executable, "-c", call], env=environment, is_finalized=True, **settings)
 
 
 def printed_by(program):
     """Run ``program``, a file beside this one, in a process of its own; return the JSON that it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, pathlib.Path(__file__).with_name(program)]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, timeout=240)
+    done = forked_scripts.completed([sys.executable, pathlib.Path(__file__).with_name(program)], env=environment)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

@@ -1,8 +1,9 @@
 """What programs write to their output, write by write: ranks share it, so lines in several writes may be mixed."""
 
 import os
-import subprocess
 import tempfile
+
+import forked_scripts
 
 
 def run_and_read_writes(command, **settings):
@@ -13,7 +14,7 @@ def run_and_read_writes(command, **settings):
     reader, writer = os.pipe2(os.O_DIRECT)  # each read returns one write
     settings["env"] = {**settings["env"], "PYTHONUNBUFFERED": "1"}
     with os.fdopen(reader, "rb", buffering=0) as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=writer, stderr=errors, **settings)
+        process = forked_scripts.Popen(command, stdout=writer, stderr=errors, **settings)
         os.close(writer)
         writes = []
         while written := output.read(1 << 16):

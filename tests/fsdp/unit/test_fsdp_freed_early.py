@@ -9,12 +9,12 @@ import functools
 import gc
 import itertools
 import random
-import subprocess
 import sys
 import time
 import weakref
 from pathlib import Path
 
+import forked_scripts
 import pytest
 import simulated
 import torch
@@ -292,5 +292,5 @@ print("stopped")
 def test_a_process_ends_while_gradients_leave_for_the_host(library):
     here = Path(__file__).parent
     folders = [str(here.parents[1] / "support"), str(here), str(here.parents[2])]
-    ended = subprocess.run([sys.executable, "-c", ENDS, library, *folders], capture_output=True, text=True, timeout=120)
+    ended = forked_scripts.completed([sys.executable, "-c", ENDS, library, *folders], is_finalized=True)
     assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended
