@@ -184,9 +184,10 @@ def replaced() -> list[str]:
     return [target for change in changes if not change.adds for target in change.targets]
 
 
-def names_of(thing: object) -> list[tuple[ModuleType, str]]:
-    """Return ``(module, name)`` for each global name of an imported module that refers to ``thing``."""
-    return [(module, name) for module in _modules(list(sys.modules)) for name in _names_in(module, thing)]
+def names_of(thing: object, under: str = "") -> list[tuple[ModuleType, str]]:
+    """Return ``(module, name)`` for each global name that refers to ``thing``, of imported modules ``under...``."""
+    modules = _modules([name for name in list(sys.modules) if name.startswith(under)])
+    return [(module, name) for module in modules for name in _names_in(module, thing)]
 
 
 def _modules(names: Sequence[str]) -> list[ModuleType]:

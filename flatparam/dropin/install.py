@@ -145,9 +145,9 @@ def _bind() -> Iterator[None]:
 
 
 def _bind_to(handle: type) -> None:
-    for module, attribute in (*names_of(FlatParamHandle), *names_of(TORCH_HANDLE)):
-        if module.__name__.startswith("torch.distributed."):
-            setattr(module, attribute, handle)
+    other = FlatParamHandle if handle is TORCH_HANDLE else TORCH_HANDLE
+    for module, attribute in names_of(other, under="torch.distributed."):
+        setattr(module, attribute, handle)
 
 
 if not hasattr(torch.cpu.Stream, "synchronize"):

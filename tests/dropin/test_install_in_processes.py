@@ -7,12 +7,12 @@ import ast
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from subprocess import PIPE
 
-import forked_scripts
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -130,7 +130,7 @@ IN_ONE_PROCESS = {
 def python(*arguments, cwd):
     """Run python, with the tests' helpers importable; return its output. No process is left."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
-    process = forked_scripts.Popen(
+    process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env=env,
