@@ -13,6 +13,10 @@ pytest.register_assert_rewrite("gloo", "one_handle", "random_modules", "recordin
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that have nothing to do do not spin
 
+# Else each worker rewrites the assertions of all files anew, 7 s, and each process compiles the package
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 sys.modules["expecttest"] = None  # only the extra "upstream" installs it: a test that imports it would fail in CI
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
