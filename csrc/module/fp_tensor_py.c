@@ -69,6 +69,13 @@ storage_numel(PyObject *module, PyObject *tensor)
 }
 
 static PyObject *
+storage_holders(PyObject *module, PyObject *tensor)
+{
+    const int64_t holders = fp_torch_storage_holders(tensor);
+    return holders < 0 ? NULL : PyLong_FromLongLong(holders);
+}
+
+static PyObject *
 digest(PyObject *module, PyObject *tensor)
 {
     uint64_t found;
@@ -313,6 +320,9 @@ PyMethodDef fp_tensor_methods[] = {
     {"storage_numel", storage_numel, METH_O,
      "storage_numel($module, tensor, /)\n--\n\n"
      "Return the number of elements of tensor's dtype for which its storage has memory."},
+    {"storage_holders", storage_holders, METH_O,
+     "storage_holders($module, tensor, /)\n--\n\n"
+     "Return the number of tensors over the storage of tensor, of Python and of C++."},
     {"digest", digest, METH_O,
      "digest($module, tensor, /)\n--\n\n"
      "Return a 64-bit digest of the values of a dense tensor on the host, to compare tensors of one size and the same "

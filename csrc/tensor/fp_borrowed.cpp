@@ -20,16 +20,17 @@ reused()
     return *storages;
 }
 
+// References to the Python object of the storage, one of which belongs to our tensors; 0: there is none.
 template <class Storage>
-bool
-has_python_owner(Storage *storage)
+Py_ssize_t
+python_references(Storage *storage)
 {
     if constexpr (requires { storage->pyobj_slot()->load_pyobj(); }) {
         PyObject *object = storage->pyobj_slot()->load_pyobj();
-        return object != nullptr && Py_REFCNT(object) > 1; /* one reference belongs to our tensors */
+        return object == nullptr ? 0 : Py_REFCNT(object);
     }
     else {
-        return false;
+        return 0;
     }
 }
 
@@ -54,7 +55,7 @@ is_reused(const c10::StorageImpl *storage)
 bool
 has_borrower(c10::StorageImpl *storage)
 {
-    return has_python_owner(storage) && memory_of(storage) != 0;
+    return python_references(storage) > 1 && memory_of(storage) != 0;
 }
 
 at::Tensor
@@ -80,6 +81,16 @@ move_to_storage(const at::Tensor &tensor, const at::Tensor &source)
 } // namespace fp
 
 extern "C" {
+
+int64_t
+fp_torch_storage_holders(PyObject *object)
+{
+    return fp::guarded(int64_t{-1}, [&] {
+        const at::Tensor &tensor = fp::unpack(object);
+        return static_cast<int64_t>(tensor.storage().use_count()) -
+               (fp::python_references(fp::storage_of(tensor)) > 0 ? 1 : 0);
+    });
+}
 
 int
 fp_torch_lend(PyObject *object)

@@ -140,6 +140,7 @@ int fp_torch_free(PyObject *tensor, const char *reason, int keeps_size);
 /* 1: a plain tensor's storage has less memory than its elements need; 0, also for any other object; -1. */
 int fp_torch_lacks_memory(PyObject *object);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements for which its storage has memory; -1: error */
+int64_t fp_torch_storage_holders(PyObject *tensor);  /* tensors over its storage; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 
 /* *out = fp_digest() (core/fp_digest.h) of the memory of a plain, dense tensor on the host. */

@@ -20,13 +20,14 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
 from ...common.collectives import name_in_cpp
-from ...common.tensors import as_sent, free, in_storage_order, refuse_freed
+from ...common.tensors import as_sent, free, in_storage_order, refuse_freed, same_storage
 from ...common.torch_private import FSDPExtensions
 from ..desync import checked_collectives, torch_collectives
 from .deferred import blank
 from .extensions import Extended, dress_all
 from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
 from .placement import Placement
+from .torch_attributes import describe
 
 AWAY = "this rank holds no shards since elastic.resize() gave them to others: call it with this rank in `ranks`"
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
@@ -194,6 +195,20 @@ class FlatParam:
         """Move a shard on the host to pinned memory if the unit computes on a device. No-op if it is pinned."""
         if self.computes_on is not None and self.flat.is_cpu and not self.flat.is_pinned():
             self.flat.data = self.flat.detach().pin_memory()
+
+    def leave_memory(self) -> None:
+        """Move the shard if the user has kept data of a parameter (``kept = param.data``): they stay as they are.
+
+        Before other data of a parameter are copied into the shard. A shard that nobody else holds stays where it is.
+        """
+        shard = self.flat.detach()
+        ours = 3 if self.is_sharded else 5 + len(self.originals)  # flat, _local_shard, shard; flat buffer and views
+        ours += sum(here.numel > 0 and same_storage(here.original.param, shard) for here in self.shard_slices())
+        by_hand = hasattr(self.flat, "_zero1_shard")  # LayerZero's handle has more tensors of it
+        if self.use_orig_params and not by_hand and _C.storage_holders(shard) > ours:
+            self.flat.data = shard.clone()
+            self.pin()
+            describe(self)
 
     def trains(self, original: ParamInfo) -> bool:
         """Whether ``original`` requires grad now."""

@@ -36,6 +36,7 @@ _IN_BACKWARD = (
 
 
 _MADE_AGAIN = ("core", "places")  # attributes that a copy or a loaded unit makes anew
+_Write = tuple[FlatParam, int, Tensor]  # a flat parameter, a place in its shard, values
 
 
 class Unit:
@@ -311,40 +312,48 @@ class Unit:
         Raises: ValueError naming a parameter whose values do not fit, or whose place has no Parameter; StateError
         within ``functional_call``. The shards are as before.
         """
-        writes: list[tuple[Tensor, Tensor]] = []
-        replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
         try:
-            for k, (flat_param, views) in enumerate(zip(self.flat_params, self.core.views(), strict=True)):
-                shard = flat_param.flat.detach()
-                for i, (piece, here) in enumerate(zip(flat_param.pieces, flat_param.shard_slices(), strict=True)):
-                    now = self.standing_for(here.original, None if views is None else views[i])
-                    if now is not None and now is not here.original.param:
-                        if now.grad is not None and (flat_param.is_sharded or not flat_param.use_orig_params):
-                            raise StateError(
-                                f"{self.name}: Cannot writeback: parameter `{here.original.fqn}` was replaced by a "
-                                "Parameter that has a gradient; no rank would keep its part of it: set its `.grad` "
-                                "to None before"
-                            )
-                        replaced.append((k, i, here.original, now))
-                    elif not flat_param.use_orig_params:
-                        continue
-                    value = here.original.param.detach() if now is None else now.detach()
-                    held = max(here.numel, 0)
-                    target = shard.narrow(0, here.start, held)
-                    if value.numel() + held and not is_at(value, here.of(shard)):
-                        writes.append((target, self._fit(here, piece.intra_param_start_idx or 0, value, target)))
+            writes, replaced = self._find_writes()
         except ValueError:
             self.core.alias_params()
             raise
         for k, i, original, now in replaced:
             self.adopt(k, i, original, now)
-        for target, value in writes:
-            target.copy_(value)
+        for flat_param in {id(flat_param): flat_param for flat_param, _, _ in writes}.values():
+            flat_param.leave_memory()
+        for flat_param, start, value in writes:
+            flat_param.flat.detach().narrow(0, start, value.numel()).copy_(value)
             if value.device.type != "cpu":  # value is freed here, and may belong to another stream
                 value.record_stream(torch.accelerator.current_stream(value.device))
         self.core.alias_params()
         if replaced:
             self.core.put(self.core.shows_views)
+
+    def _find_writes(self) -> tuple[list[_Write], list[tuple[int, int, ParamInfo, nn.Parameter]]]:
+        """Return the writes, and of each replaced parameter what ``adopt`` takes. Raises: as ``write_back``."""
+        writes: list[_Write] = []
+        replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
+        for k, (flat_param, views) in enumerate(zip(self.flat_params, self.core.views(), strict=True)):
+            shard = flat_param.flat.detach()
+            for i, (piece, here) in enumerate(zip(flat_param.pieces, flat_param.shard_slices(), strict=True)):
+                now = self.standing_for(here.original, None if views is None else views[i])
+                if now is not None and now is not here.original.param:
+                    if now.grad is not None and (flat_param.is_sharded or not flat_param.use_orig_params):
+                        raise StateError(
+                            f"{self.name}: Cannot writeback: parameter `{here.original.fqn}` was replaced by a "
+                            "Parameter that has a gradient; no rank would keep its part of it: set its `.grad` "
+                            "to None before"
+                        )
+                    replaced.append((k, i, here.original, now))
+                elif not flat_param.use_orig_params:
+                    continue
+                value = here.original.param.detach() if now is None else now.detach()
+                held = max(here.numel, 0)
+                if value.numel() + held and not is_at(value, here.of(shard)):
+                    target = shard.narrow(0, here.start, held)
+                    value = self._fit(here, piece.intra_param_start_idx or 0, value, target)
+                    writes.append((flat_param, here.start, value))
+        return writes, replaced
 
     def standing_for(self, original: ParamInfo, view: Tensor | None) -> nn.Parameter | None:
         """The Parameter that the user has put in the place of ``original``; None: modules have it, or its ``view``.

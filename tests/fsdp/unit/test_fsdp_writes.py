@@ -15,6 +15,8 @@ Promises:
   error names values that cannot be kept: `test_what_is_assigned_is_kept`
 - between forward and backward: autograd's error, `zero_grad()`, `.data` in place, replaced data:
   `test_weights_written_between_forward_and_backward`
+- data and Parameters that a program keeps while others are in their place can be put back:
+  `test_what_is_kept_can_be_put_back`
 - a Parameter with a gradient in the place of a sharded one is refused by all:
   `test_a_replacement_with_a_gradient_is_refused_on_all_ranks`
 - `functional_call` and `vmap` over it are refused with nothing changed: `test_functional_call_is_refused`
@@ -36,6 +38,7 @@ from fsdp_models import (
     SETTINGS,
     STRATEGIES,
     Averaged,
+    Block,
     assert_same,
     assert_same_grads,
     counts_of,
@@ -549,6 +552,49 @@ def averages(strategy, uo):
 @every_setting
 def test_averages_that_are_copied_into_weights(strategy, uo):
     simulate_ranks(averages, 2, strategy, uo)
+
+
+def kept(strategy, uo):
+    """Weights that are exchanged for an average, and put back: as data, which the program keeps, and as Parameters."""
+    module, model = make(), wrap(make(), strategy, uo)
+    step_both(model, module, 0)
+    for step, names in ((1, ["scale"]), (2, ["scale", "weight", "bias"])):
+        outputs = []
+        for m in (module, model):
+            changed = [param for name, param in m.named_parameters() if not uo or name.rpartition(".")[2] in names]
+            backup = [param.data for param in changed]
+            for param in changed:
+                param.data = param.data * 0.5
+            with torch.no_grad():
+                outputs.append(m(data(1)))
+            for param, value in zip(changed, backup, strict=True):
+                param.data = value
+        assert torch.equal(*outputs)
+        step_both(model, module, step)
+    if uo:
+        for m in (module, model):
+            blocks = [block for block in m.modules() if isinstance(block, Block)]
+            backup = [block.scale for block in blocks]
+            for block in blocks:
+                block.scale = nn.Parameter(block.scale.detach() * 0.5)
+            with torch.no_grad():
+                m(data(1))
+            for block, param in zip(blocks, backup, strict=True):
+                block.scale = param
+        step_both(model, module, 3)
+    shards = [unit._unit.flat_params[0].flat for unit in FSDP.fsdp_modules(model)] if uo else []
+    places = [shard.data_ptr() for shard in shards]
+    for param in model.parameters():
+        param.data = param.data * 0.5
+    with torch.no_grad():
+        model(data(1))
+    assert [shard.data_ptr() for shard in shards] == places  # nothing was kept, so no shard was copied
+
+
+@pytest.mark.sweep(3)
+@every_setting
+def test_what_is_kept_can_be_put_back(strategy, uo):
+    simulate_ranks(kept, 2, strategy, uo)
 
 
 def test_what_torchs_tools_read_of_an_exchanged_parameter():
