@@ -221,6 +221,10 @@ def parameters():
     expanded.weight = nn.Parameter(torch.ones(1, 3).expand(4, 3))
     with refused("parameter `weight` has elements that share memory", ValueError):
         FSDP(expanded, use_orig_params=True)
+    with torch.inference_mode():
+        inferred = make()
+    with refused(r"parameter `first.weight` .*made in torch.inference_mode\(\), so it cannot train", ValueError):
+        FSDP(inferred)
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(False)
     with refused("`weight` has True, .*`bias`.* has False; pass segments=True", ValueError):
