@@ -70,6 +70,8 @@ def hook_this_backward(handle: Handle) -> None:
     if not of_this:
         late = hook if isinstance(hook, _LateHook) else _LateHook(handle, hook)
         handle._kept_hook = (flat_param._post_backward_hook_state[0], late, _version_of_unsharded_grad(handle))
+        if not is_reduced_next(handle):  # in no_sync() the runtime ends a backward without the handle
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(hook_next_backward, handle))
 
 
 def is_reduced_next(handle: Handle) -> bool:
@@ -142,12 +144,19 @@ class _LateHook:
         self._handle, self._hook = weakref.ref(handle), hook
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the hook. Raises: RuntimeError if this backward has no gradient of the unit's output: no reduction."""
+        """Call the hook; in no_sync() show the gradient, which a later backward reduces.
+
+        Raises: RuntimeError if this backward has no gradient of the unit's output: no reduction.
+        """
         handle = self._handle()
         if handle is None:
             return None
         if getattr(handle, "_ran_pre_backward_hook", False):
             return self._hook(*arguments)
+        if not is_reduced_next(handle):
+            if handle._use_orig_params:
+                handle._use_unsharded_grad_views()
+            return None
         if handle.world_size > 1:
             raise RuntimeError(
                 f"a later backward of one forward has a gradient of {handle._names(20)} that would not be reduced over "

@@ -10,6 +10,7 @@ from penalties import (
     REFUSED,
     SHARDED,
     all_harmless,
+    all_in_no_sync,
     all_refusals,
     all_without_sharding,
     penalty,
@@ -56,3 +57,9 @@ def test_a_gradient_that_nobody_would_reduce_is_refused():
         assert alone is True
         assert "inner.weight" in together
         assert "would not be reduced over the 2 ranks" in together
+
+
+def test_a_penalty_without_the_output_in_no_sync_is_added_up():
+    """torch says that a matrix is expected, or has a KeyError."""
+    cases = [(strategy, orig) for strategy in ("NO_SHARD", "SHARD_GRAD_OP") for orig in (True, False)]
+    assert run_ranks(all_in_no_sync, 2, cases) == [[True] * len(cases)] * 2

@@ -147,6 +147,30 @@ def gradient_without_output(world):
         )
 
 
+def without_output_in_no_sync(strategy, orig):
+    """A penalty in which the output has no part, in no_sync(), then a usual one: whether a step is as unsharded."""
+    with handle_of("flatparam"):
+        torch.manual_seed(3)
+        plain = Sum()
+        model = Setting("flatparam", strategy, orig).wrap(copy.deepcopy(plain), blocks=None)
+        for module in (plain, model):
+            with model.no_sync():
+                x = batch()
+                (slope,) = torch.autograd.grad(module(x), x, create_graph=True)
+                slope.square().sum().backward()
+            module(batch(1)).backward()
+        for parameter, gradient in zip(plain.parameters(), mean_gradients(plain), strict=True):
+            parameter.grad = gradient
+        for module in (plain, model):
+            torch.optim.SGD(module.parameters(), lr=0.05).step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            return all(map(torch.allclose, plain.parameters(), model.parameters()))
+
+
+def all_in_no_sync(cases):
+    return [without_output_in_no_sync(*case) for case in cases]
+
+
 def all_without_sharding(cases):
     torch.manual_seed(3)
     return [steps_without_sharding(*case) for case in cases]
