@@ -27,7 +27,6 @@ from .deferred import blank
 from .extensions import Extended, dress_all
 from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
 from .placement import Placement
-from .torch_attributes import describe
 
 AWAY = "this rank holds no shards since elastic.resize() gave them to others: call it with this rank in `ranks`"
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
@@ -196,19 +195,21 @@ class FlatParam:
         if self.computes_on is not None and self.flat.is_cpu and not self.flat.is_pinned():
             self.flat.data = self.flat.detach().pin_memory()
 
-    def leave_memory(self) -> None:
+    def leave_memory(self) -> bool:
         """Move the shard if the user has kept data of a parameter (``kept = param.data``): they stay as they are.
 
         Before other data of a parameter are copied into the shard. A shard that nobody else holds stays where it is.
+        Returns whether it has moved: call ``describe()`` then.
         """
         shard = self.flat.detach()
         ours = 3 if self.is_sharded else 5 + len(self.originals)  # flat, _local_shard, shard; flat buffer and views
         ours += sum(here.numel > 0 and same_storage(here.original.param, shard) for here in self.shard_slices())
         by_hand = hasattr(self.flat, "_zero1_shard")  # LayerZero's handle has more tensors of it
-        if self.use_orig_params and not by_hand and _C.storage_holders(shard) > ours:
+        moves = self.use_orig_params and not by_hand and _C.storage_holders(shard) > ours
+        if moves:
             self.flat.data = shard.clone()
             self.pin()
-            describe(self)
+        return moves
 
     def trains(self, original: ParamInfo) -> bool:
         """Whether ``original`` requires grad now."""

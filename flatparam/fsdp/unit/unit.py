@@ -320,7 +320,8 @@ class Unit:
         for k, i, original, now in replaced:
             self.adopt(k, i, original, now)
         for flat_param in {id(flat_param): flat_param for flat_param, _, _ in writes}.values():
-            flat_param.leave_memory()
+            if flat_param.leave_memory():
+                describe(flat_param)
         for flat_param, start, value in writes:
             flat_param.flat.detach().narrow(0, start, value.numel()).copy_(value)
             if value.device.type != "cpu":  # value is freed here, and may belong to another stream
