@@ -12,6 +12,7 @@ plans of ``torch.distributed.checkpoint``      refused if a state has shards
 ``clip_grad_norm_``                            counts the shards of all ranks
 ``get_total_norm``                             refused
 LBFGS, ZeroRedundancyOptimizer                 refused when they step
+Adafactor, LAMB, LARS and the like             a warning for pieces of parameters
 states of optimizers that were not converted   refused at the next step
 ``average_parameters``                         refused
 ``save_pretrained`` of transformers and PEFT   refused for modules of units
@@ -38,6 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C
 from ...common.torch_private import TorchsFSDP
+from ...common.warned import warn_user
 from ..desync import checked_collectives
 from ..errors import StateError
 from ..names import FLAT_PARAM, join
@@ -246,6 +248,33 @@ def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             raise StateError(
                 f"{name}.step(): a parameter of {unit.name} is this rank's shard. {name} {_WHOLE_ONLY[name]}"
             )
+
+
+# Optimizers whose step depends on norms, or on rows and columns, of a whole parameter
+_BY_PARAMETER = {"Adafactor", "CAME", "LAMB", "LARS", "Lamb", "Lars", "SOAP", "Shampoo"}
+_told_of_pieces: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")
+def _warn_of_pieces(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn once where an optimizer in ``_BY_PARAMETER`` steps a piece of a parameter, or a flat parameter."""
+    name = type(optimizer).__name__
+    if name not in _BY_PARAMETER or optimizer in _told_of_pieces:
+        return
+    _told_of_pieces.add(optimizer)
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.numel()):
+        owner = owner_of_param(param)
+        if owner is None or owner.unit.summoned is not None:
+            continue
+        shape = next((one.shape for one in owner.flat_param.originals if one.param is param), None)
+        if shape != param.shape:
+            warn_user(
+                f"{name}.step(): the step of a parameter depends on all of its elements, and "
+                f"`{owner.name or FLAT_PARAM}` of {owner.unit.name} has shape {tuple(param.shape)} on this rank, so it "
+                "trains otherwise than unsharded: wrap with use_orig_params=True and atomic=torch.Tensor.numel, which "
+                "keeps each parameter on one rank"
+            )
+            return
 
 
 # torch's optimizers whose states have one element for each of the parameter, or one in all

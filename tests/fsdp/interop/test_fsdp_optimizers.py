@@ -11,6 +11,8 @@ Promises:
 - an optimizer that loops over a thousand parameters on the host, and has a fused step, is told of ``fused=True``, but
   not SGD of bf16 and fp16, which torch's fused step does not change: `test_a_slow_loop_is_told_of_the_fused_step`,
   `test_sgd_of_half_precision_is_not_told_of_the_fused_step`
+- an optimizer whose step depends on all of a parameter is told once that it steps pieces, unless they are whole:
+  `test_adafactor_is_told_of_pieces`
 """
 
 import gc
@@ -89,6 +91,22 @@ def by_element():
 @pytest.mark.multiprocess
 def test_optimizers_step_shards_as_they_step_the_whole():
     simulate_ranks(by_element, 2)
+
+
+@pytest.mark.parametrize(
+    ("uo", "atomic", "name"), [(False, None, "_flat_param"), (True, None, r"[\w.]+"), (True, torch.Tensor.numel, None)]
+)
+def test_adafactor_is_told_of_pieces(uo, atomic, name):
+    with fake_world(2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = wrap_blocks(make(), use_orig_params=uo, atomic=atomic)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        for _ in range(2):
+            loss_of(model, data(0)).backward()
+            optimizer.step()
+    told = [str(each.message) for each in told if "Adafactor" in str(each.message)]
+    assert len(told) == (name is not None), told
+    assert all(re.search(rf"step\(\): .*, and `{name}` of .* has shape \(\d+,\) on this rank", text) for text in told)
 
 
 REFUSED = r"SGD.step\(\): the optimizer holds `{}` from before the unit of {} was wrapped.*Wrap the model first"
