@@ -91,7 +91,8 @@ class OptimizerPlan:
             self.without_state += [] if why is None else [why]
         for one in self._named.all_stepped():
             if not any(isinstance(param, InHandle) for param in one.params):
-                having = [param for param in one.here if GRADIENT in self._states.get(param.name, {})]
+                params = one.params if one.is_flat else one.here
+                having = [param for param in params if GRADIENT in self._states.get(param.name, {})]
                 grad = self._like_param(one, having, GRADIENT, None) if having else None  # the others' part is zero
                 self.gradients.append((one.tensor, grad))
 
@@ -108,32 +109,41 @@ class OptimizerPlan:
 
     def _state_of(self, one: SteppedParam, settings: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
         described: dict[str, dict[str, Any]] = {}  # of the parameters that have a state
-        keys = dict.fromkeys(key for param in one.here for key in self._states.get(param.name, {}) if key != GRADIENT)
+        params = self._params_of(one)
+        keys = dict.fromkeys(key for param in params for key in self._states.get(param.name, {}) if key != GRADIENT)
         for key in keys if convert is None else (key for key in keys if key in convert):
-            for param, value in self._entries(one, key):
+            for param, value in self._entries(one, params, key):
                 described.setdefault(param.name, {})[key] = value
         try:
-            shared = shared_state(one.here, described)
+            shared = shared_state(params, described)
         except StateError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from error
         state, before = {}, self._named.state_of(one.tensor)
         for key, value in (shared or {}).items():
             mine = key if convert is None else convert[key]
             if isinstance(value, Like):
-                having = [param for param in one.here if param.name in described]  # the others' part is zero
-                is_whole = len(having) == len(one.here)
+                having = [param for param in params if param.name in described]  # the others' part is zero
+                is_whole = all(param in having for param in one.here)
                 state[mine] = self._like_param(one, having, key, before.get(mine) if is_whole else None)
             else:
                 state[mine] = _placed(settings, one.tensor, mine, value, before.get(mine))
         return state
 
-    def _entries(self, one: SteppedParam, key: str) -> list[tuple[LocalParam, Any]]:
-        """Return for each parameter in ``one`` that has ``key`` a ``Like``, or the value.
+    def _params_of(self, one: SteppedParam) -> list[LocalParam]:
+        """Return the parameters that say which states ``one`` has: of a flat parameter all, so that ranks agree.
+
+        Those here, where states were saved for each rank's piece.
+        """
+        kinds = [kind for param in one.params for kind in self._states.get(param.name, {}).values()]
+        return one.params if one.is_flat and not any(isinstance(kind, dict) for kind in kinds) else one.here
+
+    def _entries(self, one: SteppedParam, params: list[LocalParam], key: str) -> list[tuple[LocalParam, Any]]:
+        """Return for each of ``params`` that has ``key`` a ``Like``, or the value.
 
         A scalar state of a scalar parameter was saved as "box". In one flat parameter with others it is one value for
         all. Raises: CheckpointError if the files have no such value, or it does not fit the layout here.
         """
-        kinds = {param: self._states[param.name][key] for param in one.here if key in self._states.get(param.name, {})}
+        kinds = {param: self._states[param.name][key] for param in params if key in self._states.get(param.name, {})}
         first, first_kind = next(iter(kinds.items()))
         if any(isinstance(kind, dict) for kind in kinds.values()):
             if any(one.layout not in kind["pieces"] for kind in kinds.values() if isinstance(kind, dict)):

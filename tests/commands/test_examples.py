@@ -67,9 +67,8 @@ def test_training_goes_on_when_a_rank_is_killed(is_killed, tmp_path):
     arguments = arguments if is_killed else ["--pause", "0"]
     printed, errors = run("-m", "torch.distributed.run", *options, path, *arguments, folder=tmp_path)
     loss, steps = head_of("elastic.py").split("\n\n")[-1].splitlines()
-    after_a_loss = re.findall(r"(\d) ranks go on from step", errors)
-    assert bool(after_a_loss) == is_killed
-    if after_a_loss[:1] != ["2"]:  # no rank was killed, or the new process has joined before a step without it
+    assert ("ranks go on from step" in errors) == is_killed
+    if not is_killed or " on 2 ranks" not in printed:  # the new process has joined before a step without it
         steps = "40 steps: 40 on 3 ranks"
     check_last_lines(printed, f"{loss}\n{steps}")
     assert sum(map(int, re.findall(r"(\d+) on", printed))) == 40

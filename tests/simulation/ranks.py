@@ -311,7 +311,9 @@ class _Life:
                     torch.ones(1, device="sim", requires_grad=True).sum().backward()
             try:
                 prepare(rank)
-            except dist.DistError as gone:  # torch makes groups, and another rank that has the store is already killed
+            except dist.DistError as gone:  # torch makes groups
+                if not any(map(has_ended, range(self._size))):  # the rank that has the store may be killed already
+                    raise
                 raise Finished from gone
             seams.fp_sim_count_points(rank)
             result = program(rank)

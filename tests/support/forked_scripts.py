@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from forked_server import MOST
+
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 240.0  # seconds that the programs of a call may take
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # as subprocess names them
@@ -89,9 +91,11 @@ def as_main(module):
 
 def _ask(server, request, files):
     """Give a server a request; return what tells of the process: a line with its pid, and one with its status."""
+    text = json.dumps(request).encode()
+    assert len(text) <= MOST, "a larger environment than a request may have"
     ours, theirs = os.pipe()
     try:
-        socket.send_fds(server, [json.dumps(request).encode()], [theirs, *files])
+        socket.send_fds(server, [text], [theirs, *files])
     finally:
         os.close(theirs)
     return os.fdopen(ours, "rb", buffering=0)

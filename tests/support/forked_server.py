@@ -14,6 +14,8 @@ import importlib
 import inspect
 import io
 import json
+import logging
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 
 MOST = 1 << 17  # bytes of a request
 PRELOADED = (
@@ -56,6 +59,7 @@ def serve(requests):
                     os._exit(0)
                 pid = os.fork()
                 if pid == 0:
+                    requests.detach()  # else its end would close what has its number by then
                     return begin(fds, **json.loads(text))
                 told = fds.pop(0)
                 with contextlib.suppress(BrokenPipeError):
@@ -151,25 +155,33 @@ def go_on(environment, arguments, passed):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     atexit._clear()
+    weakref.finalize._registered_with_atexit = False
+    for function in (logging.shutdown, multiprocessing.util._exit_function):
+        atexit.register(function)
+    sys.excepthook = sys.__excepthook__
     keep(passed)  # Popen returns in the parent
     end(go_on_as(environment, os.getcwd(), arguments))
 
 
 def end(run):
     """Call ``run``, and end as a script does, but for Python's last look through all of torch, for 0.3 s."""
-    status = 0
+    status, is_interrupted = 0, False
     try:
         run()
     except SystemExit as ends:
         status = ends.code if isinstance(ends.code, int) else int(ends.code is not None)
-        if isinstance(ends.code, str):
+        if not isinstance(ends.code, int | None):
             print(ends.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
         status = 1
+        is_interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status & 255)
 
 

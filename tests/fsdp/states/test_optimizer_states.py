@@ -6,7 +6,8 @@ Promises:
 - an empty parameter whose optimizer state stayed behind keeps no state from a flat parameter:
   `test_the_state_of_an_empty_parameter_says_nothing_of_a_flat_one`
 - a parameter that was frozen when its momentum was saved begins without any in a flat parameter with others:
-  `test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one`
+  `test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one`; all ranks have the same states then:
+  `test_all_ranks_load_momentum_and_gradients_of_a_flat_parameter_or_none`
 """
 
 import copy
@@ -335,9 +336,10 @@ def move(folder, way, model, optimizer, loaded, loaded_optimizer):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [2, 4])  # of four ranks some have parameters without momentum alone
 @pytest.mark.parametrize("way", ["full state", "checkpoint"])
-def test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one(tmp_path, way):
-    simulate_ranks(frozen_and_then_trained, 2, tmp_path / "saved", way)
+def test_a_parameter_that_was_frozen_has_no_momentum_in_a_flat_one(tmp_path, way, size):
+    simulate_ranks(frozen_and_then_trained, size, tmp_path / "saved", way)
 
 
 def frozen_and_then_trained(folder, way):
@@ -355,3 +357,24 @@ def frozen_and_then_trained(folder, way):
             module(torch.arange(3.0)).sum().backward()
             its.step()
     assert_same(loaded, wanted)
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_load_momentum_and_gradients_of_a_flat_parameter_or_none(tmp_path):
+    simulate_ranks(loads_and_saves, 4, tmp_path / "saved")
+
+
+def loads_and_saves(folder):
+    """The first layer alone has gradients and momentum; some ranks' shards have no element of it."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model, loaded = FSDP(copy.deepcopy(module), use_orig_params=True), FSDP(copy.deepcopy(module))
+    optimizer, its = momentum(model.parameters()), momentum(loaded.parameters())
+    model.module[1].requires_grad_(False)
+    for _ in range(2):
+        model(torch.arange(3.0)).sum().backward()
+        optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    checkpoint.load(folder, loaded, its)
+    assert [state["momentum_buffer"] is not None for state in its.state.values()] == [True]
+    FSDP.optim_state_dict(loaded, its)
+    checkpoint.save(folder.with_name("again"), loaded, its)
