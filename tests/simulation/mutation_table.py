@@ -29,7 +29,7 @@ class Mutation(NamedTuple):
     broken: str  # what went wrong
     edits: tuple[tuple[str, str, str], ...]  # file, the mended text, which is there once, and the text in its place
     only: str = "program['faults']"  # true of each program that can show it, to save time
-    elastic: bool = False  # play programs of flatparam.elastic, all of them
+    kind: str = ""  # of the programs, as in `draw`
     test: str = ""  # a test file, or a test in one, to run in place of random programs
 
 
@@ -285,7 +285,7 @@ MUTATIONS = (
                 "",
             ),
         ),
-        elastic=True,
+        kind="elastic",
     ),
     Mutation(
         "names of groups",
@@ -298,7 +298,7 @@ MUTATIONS = (
                 "    pass\n",
             ),
         ),
-        elastic=True,
+        kind="elastic",
     ),
     Mutation(
         "all killed",
@@ -311,7 +311,7 @@ MUTATIONS = (
                 "            if False:\n",
             ),
         ),
-        elastic=True,
+        kind="elastic",
     ),
     Mutation(
         "patience without the heartbeat",
@@ -324,7 +324,7 @@ MUTATIONS = (
                 "PATIENCE if epoch.number",
             ),
         ),
-        elastic=True,
+        test="tests/elastic/test_epochs.py::test_a_late_member_is_waited_for",
     ),
     Mutation(
         "state before the first step",
@@ -364,7 +364,7 @@ MUTATIONS = (
         "acfdc26",
         "a rank kept a copy more for each loss",
         ((TRAINING, "if one.key <= found.key][-2:]", "if one.key <= found.key]"),),
-        elastic=True,
+        test=f"{ELASTIC}::test_worlds_that_fail_one_after_another_keep_no_copy_more",
     ),
     Mutation(
         "hooks of all worlds",

@@ -54,10 +54,10 @@ def _run_test(root, test):
 
 
 def _play(root, mutation, seeds, seconds):
-    begin, played, error, kind = time.monotonic(), 0, None, "elastic" if mutation.elastic else ""
+    begin, played, error, kind = time.monotonic(), 0, None, mutation.kind
     with contextlib.closing(process._Server(root)) as server:
         for seed in range(seeds):
-            if not mutation.elastic and not eval(mutation.only, {"program": draw(seed)}):
+            if not eval(mutation.only, {"program": draw(seed, kind)}):
                 continue
             if time.monotonic() - begin > seconds:
                 seeds = seed

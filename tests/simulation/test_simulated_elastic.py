@@ -11,6 +11,8 @@ Promises:
 - if the world fails and no rank is lost, the others go on from a step whose parities are not whole; a rank that is
   killed before the next commit costs the step before, and no more:
   `test_a_rank_that_is_killed_after_a_failed_world_costs_one_more_step`
+- a rank keeps three states at most, however many worlds have failed in a step:
+  `test_worlds_that_fail_one_after_another_keep_no_copy_more`
 - new processes that join at a random time change no bit, also if a rank is killed meanwhile:
   `test_processes_that_join_change_no_bit`
 - a rank that was stopped for longer than the heartbeat is replaced and ends quietly: `test_a_stopped_rank_is_replaced`
@@ -154,6 +156,13 @@ def test_a_rank_that_is_killed_after_a_failed_world_costs_one_more_step(size, re
     run = simulated(elastic_programs.train, size, 1, size, redundancy, (), 0.05, (), None, at_begin, limit=300.0)
     sizes = agrees_with_the_unsharded_module(run, set(range(size)) - {2})
     assert sizes == [size] * 2 + [size - 1] * 4
+
+
+@pytest.mark.parametrize("redundancy", ["parity", "buddy"])
+def test_worlds_that_fail_one_after_another_keep_no_copy_more(redundancy):
+    at_begin = [(3, 1, "loses a connection")] * 2
+    run = simulated(elastic_programs.train, 4, 1, 4, redundancy, (), 0.05, (), None, at_begin, limit=300.0)
+    assert agrees_with_the_unsharded_module(run, set(range(4))) == [4] * 6
 
 
 @pytest.mark.parametrize("first", [15, 0])
