@@ -113,8 +113,8 @@ def nobody_waits_until_the_lost_have_read(run: Any) -> None:
 def all_raise_alike(run: Any, texts: int = 1) -> None:
     """After ranks have caught an error and gone on: all end well, or all but those raise, and one text.
 
-    Who goes on later may find that the others have ended. A rank that has left out the first step has no optimizer state:
-    a StateError. ``texts``: how many there may be.
+    Who goes on later may find that the others have ended. A rank that has left out the first step has no optimizer
+    state: a StateError. ``texts``: how many there may be.
     """
     late = {fault.rank for fault in run.struck if fault.seconds}
     assert len({text for rank, (_, text, _) in everyones(run).items() if rank not in late}) <= texts, run.story
