@@ -105,9 +105,12 @@ def all_are_told_alike(run: Any, texts: int = 1) -> None:
 
 
 def nobody_waits_until_the_lost_have_read(run: Any) -> None:
-    """A rank that is told ends at once. For a run with one fault, in which a rank of the same machine has ended."""
+    """A rank that is told ends once the living have read. For one fault, by which a rank of the same machine has ended.
+
+    Who waits looks once a second.
+    """
     for rank in told(run):
-        assert run.ended[rank] - run.raised[rank] < 0.5, run.story
+        assert run.ended[rank] - run.raised[rank] < 1.1, run.story
 
 
 def all_raise_alike(run: Any, texts: int = 1) -> None:

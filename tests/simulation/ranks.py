@@ -255,6 +255,7 @@ def simulate(
             seams.fp_sim_spawn(rank)
             _thread.start_new_thread(_live, (life, prepare, program, run, threads))
         run.reason = seams.fp_sim_run()
+        coming.clear()  # the reference of the next run comes to user code, too, and belongs to no rank
         if run.reason != ENDED:
             run.stacks = _stacks(threads)
         if was_enabled:
