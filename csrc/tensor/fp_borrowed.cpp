@@ -20,7 +20,7 @@ reused()
     return *storages;
 }
 
-// References to the Python object of the storage, one of which belongs to our tensors; 0: there is none.
+// How many references the Python object of the storage has; 0: the storage has no such object. Its tensors hold one.
 template <class Storage>
 Py_ssize_t
 python_references(Storage *storage)

@@ -306,10 +306,10 @@ class FlatParamHandle(Handle):
 
 for _module in (flatten, views, gathering, gradients, writeback):
     for _name, _value in vars(_module).items():
+        is_own = isinstance(_value, FunctionType) and _value.__module__ == _module.__name__  # and not imported
         for _torchs in (_name, f"_{_name}"):  # a function with the name of a method of torch's takes the handle
-            if isinstance(_value, FunctionType) and hasattr(TORCH_HANDLE, _torchs):
-                is_property = isinstance(getattr(TORCH_HANDLE, _torchs), property)
-                setattr(FlatParamHandle, _torchs, property(_value) if is_property else _value)
+            if is_own and (theirs := getattr(TORCH_HANDLE, _torchs, None)) is not None:
+                setattr(FlatParamHandle, _torchs, property(_value) if isinstance(theirs, property) else _value)
 for _name, _value in vars(FlatParamHandle).items():
     if isinstance(_value, FunctionType):  # tracebacks, and pickles of bound methods, name a function by torch's name
         _value.__name__ = _name

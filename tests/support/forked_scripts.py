@@ -67,7 +67,7 @@ class Popen(subprocess.Popen):
 
 
 def completed(command, timeout=LONGEST, **settings):
-    """As ``subprocess.run`` with what is printed, as text."""
+    """Run a command as ``subprocess.run`` does, and return its status, its output and its errors as text."""
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
     with Popen(command, **settings) as process:
         try:
