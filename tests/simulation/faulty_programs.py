@@ -5,6 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -129,6 +130,19 @@ def begin_what_fails(rank, call):
         checked_collectives.exchange(SetupCollective.BUILDS, refused, torch.ones(1), group=dist.group.WORLD)
     else:
         checked_collectives.run(refused, torch.ones(1), group=dist.group.WORLD)
+
+
+def scale_a_bare_model(rank):
+    """Train a wrapped model, then a bare one with torch's ``ShardedGradScaler``, to which rank 1 does not come."""
+    net = wrapped("FULL_SHARD")
+    net(batch(0, rank)).square().mean().backward()
+    bare = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=LR)
+    scaler = ShardedGradScaler(device="cpu")
+    scaler.scale(bare(torch.ones(1, 2)).sum()).backward()
+    if rank == 1:
+        raise UserError("batch 0 is bad")
+    scaler.step(optimizer)
 
 
 def build_beside_the_lost(rank):

@@ -15,7 +15,8 @@ Promises:
   `test_who_is_interrupted_at_once_tells_the_others`
 - who is told ends at once: it does not wait for the reading of ranks that have ended on its machine:
   `test_nobody_waits_until_a_lost_rank_has_read`
-- nor where torch refuses to begin a collective of a setup: `test_a_collective_that_cannot_begin_is_explained`
+- nor where torch refuses to begin a collective of a setup: `test_a_collective_that_cannot_begin_is_explained`; the one
+  of torch's `ShardedGradScaler` is explained, too: `test_a_collective_of_torchs_gradient_scaler_is_explained`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -101,6 +102,16 @@ def test_a_collective_that_cannot_begin_is_explained(call):
         assert kind == "OrderError", run.story
         assert text.startswith("the process of rank 1 "), run.story
         assert "gloo" not in text, run.story
+
+
+def test_a_collective_of_torchs_gradient_scaler_is_explained():
+    run = simulated(faulty_programs.scale_a_bare_model, 3)
+    assert set(run.errors) == {0, 1, 2}, run.story
+    assert run.errors[0][:2] == run.errors[2][:2], run.story
+    kind, text, _ = run.errors[0]
+    assert kind == "OrderError", run.story
+    assert text.startswith("rank 1 "), run.story
+    assert "batch 0 is bad" in text, run.story
 
 
 @pytest.mark.parametrize("kind", kinds_of(USER))

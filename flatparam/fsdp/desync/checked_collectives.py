@@ -201,7 +201,7 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     """
     come_back()
     _connect(group, tensors[-1].device)
-    with _explaining(group, look_of(group)):
+    with explaining(group):
         return collective(*tensors, group=group, async_op=True, **options)
 
 
@@ -233,7 +233,7 @@ def exchange(
     _connect(group, device)
     for trace in traces:
         trace.core.launch()
-    with _explaining(group, look_of(group, traces=traces)):
+    with explaining(group, look_of(group, traces=traces)):
         work = collective(*tensors, group=group, async_op=True, **options)
     for trace in traces:
         trace.core.begin()
@@ -343,7 +343,7 @@ def wait(
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
     look = look_of(group, by_device, traces)
-    with _explaining(group, look):
+    with explaining(group, look):
         try:
             if is_reduce_scatter and sliced and device.type == "cpu":
                 wait_in_thread(work, look)
@@ -363,9 +363,12 @@ def wait(
 
 
 @contextlib.contextmanager
-def _explaining(group: dist.ProcessGroup, look: Callable[..., None]) -> Iterator[None]:
-    """A block with a collective over ``group``: raise why another rank does not come, in place of torch's error."""
-    begin = time.monotonic()
+def explaining(group: dist.ProcessGroup, look: Callable[..., None] | None = None) -> Iterator[None]:
+    """A block with a collective over ``group``: raise why another rank does not come, in place of torch's error.
+
+    ``look``: as ``look_of`` returns it. Without one the block looks only after the collective has failed.
+    """
+    begin, look = time.monotonic(), look or look_of(group)
     try:
         yield
     except OrderError:

@@ -334,11 +334,12 @@ def _refuse_to_save_pieces(save: Callable[..., Any]) -> Callable[..., Any]:
 
 @units_live.around("torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_", test=_TEST)
 def _counting_once(unscale: Callable[..., Any], self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Limit the flag of infinite gradients of ``ShardedGradScaler`` to 1.
+    """Limit the flag of infinite gradients of ``ShardedGradScaler`` to 1, and say which rank does not come to it.
 
     torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
-    unscale(self, optimizer)
+    with checked_collectives.explaining(self.process_group or dist.group.WORLD):
+        unscale(self, optimizer)
     if self.is_enabled():
         for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.clamp_(max=1.0)
