@@ -84,8 +84,8 @@ MUTATIONS = (
         "83f2718",
         "a collective of a setup that torch refused to begin raised gloo's text",
         (
-            (CHECKED, "with explaining(group):", "with contextlib.nullcontext():"),
-            (CHECKED, "with explaining(group, look_of(group, traces=traces)):", "with contextlib.nullcontext():"),
+            (CHECKED, "with explaining_over(group):", "with contextlib.nullcontext():"),
+            (CHECKED, "with explaining_over(group, look_of(group, traces=traces)):", "with contextlib.nullcontext():"),
         ),
         test=f"{FAULTS}::test_a_collective_that_cannot_begin_is_explained",
     ),

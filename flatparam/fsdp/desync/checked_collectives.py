@@ -37,7 +37,7 @@ from ..errors import OrderError, StoreGoneError
 from . import liveness, stores
 from .events import SetupCollective, encode
 from .stores import all_groups, store_of
-from .trace import AND_SO, TRANSPORT, GroupTrace
+from .trace import AND_SO, TRANSPORT, GroupTrace, explaining
 from .unit_ids import Numbered, Shared, id_of_flat_param
 
 _traces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace | None]] = weakref.WeakKeyDictionary()
@@ -201,7 +201,7 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     """
     come_back()
     _connect(group, tensors[-1].device)
-    with explaining(group):
+    with explaining_over(group):
         return collective(*tensors, group=group, async_op=True, **options)
 
 
@@ -233,7 +233,7 @@ def exchange(
     _connect(group, device)
     for trace in traces:
         trace.core.launch()
-    with explaining(group, look_of(group, traces=traces)):
+    with explaining_over(group, look_of(group, traces=traces)):
         work = collective(*tensors, group=group, async_op=True, **options)
     for trace in traces:
         trace.core.begin()
@@ -343,7 +343,7 @@ def wait(
     trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
     look = look_of(group, by_device, traces)
-    with explaining(group, look):
+    with explaining_over(group, look):
         try:
             if is_reduce_scatter and sliced and device.type == "cpu":
                 wait_in_thread(work, look)
@@ -362,33 +362,25 @@ def wait(
             raise
 
 
-@contextlib.contextmanager
-def explaining(group: dist.ProcessGroup, look: Callable[..., None] | None = None) -> Iterator[None]:
+def explaining_over(
+    group: dist.ProcessGroup, look: Callable[..., None] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """A block with a collective over ``group``: raise why another rank does not come, in place of torch's error.
 
     ``look``: as ``look_of`` returns it. Without one the block looks only after the collective has failed.
     """
-    begin, look = time.monotonic(), look or look_of(group)
-    try:
-        yield
-    except OrderError:
-        raise
-    except RuntimeError as error:
-        try:
-            if TRANSPORT.search(str(error)):
-                _raise_reason(group, look, time.monotonic() - begin)
-        except OrderError as reason:
-            raise reason from None  # without the transport's error, whose lines of gloo would hide it
-        raise
+    return explaining(functools.partial(_raise_reason, group, look or look_of(group), time.monotonic()))
 
 
-def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], waited: float) -> None:
+def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], begin: float, message: str) -> None:
     """Raise why a collective over ``group`` has failed, in the same words on all ranks; return if no reason is found.
 
     Each rank says in the store how many seconds it has waited. Live ranks that have not come, or came late, are the
     reason: the others have waited until the time-out.
     """
-    store, ranks = store_of(group), dist.get_process_group_ranks(group)
+    if not TRANSPORT.search(message):
+        return None
+    waited, store, ranks = time.monotonic() - begin, store_of(group), dist.get_process_group_ranks(group)
     if store is None:
         return look(has_failed=True)
     with contextlib.suppress(StoreGoneError):

@@ -198,10 +198,11 @@ class GroupTrace:
         """Wait for a collective that has begun; with NCCL let the stream wait. Raises: OrderError if ranks differ."""
         self.core.begin()
         board, name = self._board, self._name
-        if self.sliced or board is None or name is None:
-            self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
-        else:
-            self._explained(lambda: board.native.around_wait(name, self._device, work.wait))
+        with explaining(self._failed):
+            if self.sliced or board is None or name is None:
+                wait_in_slices(work, self.sliced, self._look)
+            else:
+                board.native.around_wait(name, self._device, work.wait)
 
     def wait_for_values(self, work: dist.Work) -> None:
         """Wait for a collective outside of a step, also on the device: an aborted gather must not be saved."""
@@ -213,7 +214,8 @@ class GroupTrace:
                 self.raise_if_closed()
                 self._reach(lambda: self._look_into_store(time.monotonic() - begin, lambda rank: True))
 
-            self._explained(lambda: wait_for_device(work, look))
+            with explaining(self._failed):
+                wait_for_device(work, look)
         else:
             self.wait(work)
         self.raise_if_closed()
@@ -249,18 +251,6 @@ class GroupTrace:
     def is_by_device(self) -> bool:
         """Whether the device waits for its collectives, and the host does not."""
         return tells_when_done(self._group(), torch.device(self._device))
-
-    def _explained(self, waits: Callable[[], None]) -> None:
-        try:
-            waits()
-        except OrderError:
-            raise
-        except RuntimeError as error:
-            try:
-                self._failed(str(error))
-            except OrderError as reason:
-                raise reason from None  # without the transport's error, whose lines of gloo would hide it
-            raise
 
     def raise_if_closed(self) -> None:
         """Raises: OrderError if the group is broken."""
@@ -660,6 +650,21 @@ class GroupTrace:
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told < mine.step:
             self._told = mine.step
             warn_user(f"the order of collectives has changed: {mine}, like all others", (self._group(),))
+
+
+@contextlib.contextmanager
+def explaining(explain: Callable[[str], None]) -> Iterator[None]:
+    """A block with a collective: raise what ``explain(message)`` raises of torch's error, in the place of that."""
+    try:
+        yield
+    except OrderError:
+        raise
+    except RuntimeError as error:
+        try:
+            explain(str(error))
+        except OrderError as reason:
+            raise reason from None  # without the transport's error, whose lines of gloo would hide it
+        raise
 
 
 def _limit(name: str | None, device: str) -> float:

@@ -21,6 +21,7 @@ states of optimizers that were not converted   refused at the next step
 =============================================  ==============================
 """
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -338,7 +339,8 @@ def _counting_once(unscale: Callable[..., Any], self: ShardedGradScaler, optimiz
 
     torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
-    with checked_collectives.explaining(self.process_group or dist.group.WORLD):
+    group = self.process_group or dist.group.WORLD
+    with checked_collectives.explaining_over(group) if group else contextlib.nullcontext():
         unscale(self, optimizer)
     if self.is_enabled():
         for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
