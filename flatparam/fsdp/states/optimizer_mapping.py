@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,13 +66,7 @@ def unsharded_state(
     result: dict[str, Any] = {"state": _states(table, held, sink)}
     if sink is None:
         return {}
-    for key, value in state.items():
-        if key not in keyed:
-            warn_user(
-                f"the optimizer has state under {key!r}, which is of no parameter of the model: it is copied as it is",
-                table.compared,
-            )
-            result["state"][key] = value
+    result["state"] |= _others(table, state, keyed, "the optimizer has state under {!r}, which is of no parameter")
     if "param_groups" in given:
         result["param_groups"] = [
             {**settings_of_group(group), "params": [param.name for one in members for param in one.params]}
@@ -260,14 +254,17 @@ def cut(
             if owner_of[param] in cut_state:
                 _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
     result["state"] |= {key: cut_state[one] for one, key in keys.items() if one in cut_state}
-    for key, value in full.get("state", {}).items():
-        if key not in table.by_name:
-            warn_user(
-                f"the optimizer's state has {key!r}, which is no parameter of the model: it is copied as it is",
-                table.compared,
-            )
-            result["state"][key] = value
+    others = full.get("state", {})
+    result["state"] |= _others(table, others, table.by_name, "the optimizer's state has {!r}, which is no parameter")
     return result
+
+
+def _others(table: Table, state: Mapping[Any, Any], known: Container[Any], told: str) -> dict[Any, Any]:
+    """Return the entries of ``state`` that are not ``known``, and warn of each: ``told`` takes its key."""
+    found = {key: value for key, value in state.items() if key not in known}
+    for key in found:
+        warn_user(f"{told.format(key)} of the model: it is copied as it is", table.compared)
+    return found
 
 
 def told_of_missing(group: Iterable[tuple[SteppedParam, bool]]) -> str | None:
@@ -447,11 +444,5 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
 
 def _header(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``full`` with a ``Like`` in place of each tensor of its parameter's shape: those are broadcast later."""
-    state: dict[Any, Any] = {}
-    for name, values in full.get("state", {}).items():
-        param = table.by_name.get(name)
-        if param is None or param.flat_param is None:
-            state[name] = values
-        else:
-            state[name] = {key: described(value, param.shape) for key, value in values.items()}
+    state = table.changed(full.get("state", {}), lambda param, value: described(value, param.shape))
     return {"state": state, **({"param_groups": full["param_groups"]} if "param_groups" in full else {})}

@@ -262,14 +262,7 @@ def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
 
     Rows that an extension has cut become a ``Like``; ``from_rows`` fetches them from ``full``.
     """
-    state = {}
-    for name, values in full.get("state", {}).items():
-        param = table.by_name.get(name)
-        if isinstance(param, UnitParam) and (param.original.form is not None or param.extension is not None):
-            state[name] = {key: _plain(param, value) for key, value in values.items()}
-        else:
-            state[name] = values
-    return {**full, "state": state} if "state" in full else dict(full)
+    return {**full, "state": table.changed(full["state"], _plain)} if "state" in full else dict(full)
 
 
 def _plain(param: UnitParam, value: Any) -> Any:

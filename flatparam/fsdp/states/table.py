@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,16 @@ class Table:
                 f"the optimizer has a parameter of shape {tuple(tensor.shape)} that {type(self.model).__name__} has not"
             )
         return found
+
+    def changed(
+        self, state: Mapping[str, Mapping[str, Any]], change: Callable[[UnitParam, Any], Any]
+    ) -> dict[str, Mapping[str, Any]]:
+        """Return ``state``, by FQN, with ``change(parameter, value)`` for each value of a parameter of a unit."""
+        found = ((name, self.by_name.get(name), values) for name, values in state.items())
+        return {
+            name: {key: change(one, value) for key, value in values.items()} if isinstance(one, UnitParam) else values
+            for name, one, values in found
+        }
 
     def groups(self, given: Any) -> list[list[SteppedParam]]:
         """Return the stepped tensors of each group of ``given``.
