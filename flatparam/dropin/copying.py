@@ -250,9 +250,7 @@ def _handles_in(module: nn.Module) -> list[Handle]:
 
 def _is_ours(wrapper: Any) -> bool:
     """Whether the handle of ``wrapper`` is flatparam's; without a handle, whether all handles inside are."""
-    if wrapper._handle is not None:
-        return isinstance(wrapper._handle, Handle)
-    units = TorchsFSDP.fsdp_modules(wrapper)
+    units = TorchsFSDP.fsdp_modules(wrapper) if wrapper._handle is None else [wrapper]
     return all(unit._handle is None or isinstance(unit._handle, Handle) for unit in units)
 
 

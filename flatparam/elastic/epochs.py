@@ -56,11 +56,8 @@ class Replaced(SystemExit):
     """This process was taken for lost, and the job goes on without it. Ends it with the status ``REPLACED``."""
 
     def __init__(self, text: str):
-        super().__init__(REPLACED)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
+        super().__init__(text)
+        self.code = REPLACED
 
 
 def _read(number: int, said: str) -> Epoch:

@@ -46,8 +46,7 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
 
     Packed numbers and integers need the same dtype: torch cannot convert the first, and the second could overflow.
     """
-    packed = DTYPES.get(PACKED)
-    if source == dtype or source is None or packed in (source, dtype):
+    if source == dtype or source is None or DTYPES[PACKED] in (source, dtype):
         return source == dtype
     return kind_of(source) == kind_of(dtype) != "integer"
 

@@ -36,14 +36,9 @@ DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu},
+    PACKED: torch.float4_e2m1fn_x2,
 }
-_NEWER = {
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    PACKED: "float4_e2m1fn_x2",
-}
-DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasattr(torch, dtype)}
 
 
 class Entry(NamedTuple):
@@ -253,7 +248,7 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
         if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
             raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
         dtype = DTYPES.get(dtype_name)
-        if dtype_name == PACKED and dtype is not None:
+        if dtype_name == PACKED:
             if not shape or shape[-1] % 2:
                 raise FileError(f"{path}: `{name}` of shape {shape} has an odd number of {PACKED} in a row")
             shape = (*shape[:-1], shape[-1] // 2)
