@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
@@ -74,7 +75,7 @@ _OTHER_MEMORY = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shar
 
 
 class Driven:
-    """Attributes that torch's runtime sets on a handle: its places in orders of handles, and flags of prefetching."""
+    """What LayerZero's handle has too: attributes, messages and checks. torch's runtime sets the first six."""
 
     _handle_index: int | None = None
     _pre_forward_order_index: int | None = None
@@ -82,6 +83,62 @@ class Driven:
     _needs_pre_forward_unshard = False
     _needs_pre_backward_unshard = False
     _prefetched = False
+
+    flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
+    device: torch.device  # of computation and communication
+    _fully_sharded_module: nn.Module
+    _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names
+
+    def _names(self, most: int = 3) -> str:
+        """Return the unit's name for messages: its module and the FQNs of its first ``most`` parameters."""
+        fqns = self.flat_param._fqns
+        more = f", ... ({len(fqns)} in all)" if len(fqns) > most else ""
+        return f"the flat parameter of {type(self._fully_sharded_module).__name__} ({', '.join(fqns[:most])}{more})"
+
+    @cached_property
+    def _freed_message(self) -> str:
+        return (
+            f"the memory of {self._names(20)} is freed: it is sharded outside of its module's forward and backward. "
+            "Read or change full parameters inside FullyShardedDataParallel.summon_full_params(model), or run them "
+            "through the wrapped module"
+        )
+
+    def _about(self, message: str, index: int | None = None) -> str:
+        """Return ``message`` with the FQN of parameter ``index``, or with the unit's name."""
+        return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
+
+    def _wrong(self, message: str, index: int | None = None) -> AssertionError:
+        """Return the error of a failed check."""
+        return AssertionError(self._about(message, index))
+
+    def _check_on_compute_device(self, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise self._wrong(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
+
+    def _check_on_cpu(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise self._wrong(f"Expects tensor to be on CPU but got {tensor.device}")
+
+    @staticmethod
+    def _check_storage_freed(tensor: Tensor) -> None:
+        if not is_torchdynamo_compiling() and has_memory(tensor):
+            raise AssertionError("Expects storage to be freed but got storage with size > 0")
+
+    @staticmethod
+    def _check_storage_allocated(tensor: Tensor) -> None:
+        if not has_memory(tensor):
+            raise AssertionError("Expects storage to be allocated but it is freed")
+
+    def _check_size(self, tensor: Tensor, what: str, size: torch.Size) -> None:
+        if tensor is None or tensor.size() != size:
+            came = "`None`" if tensor is None else f"size {tensor.size()}"
+            raise self._wrong(f"Expects tensor to be {what} with size {size} but got {came}")
+
+    def _check_unsharded(self, tensor: Tensor) -> None:
+        self._check_size(tensor, "unsharded", self.flat_param._unpadded_unsharded_size)
+
+    def _check_sharded(self, tensor: Tensor) -> None:
+        self._check_size(tensor, "sharded", self.flat_param._sharded_size)
 
 
 _uncounted = [0]  # the count for handles that no runtime has numbered
@@ -101,7 +158,6 @@ _numbered = _Numbered()
 class Handle(Driven, TorchsNames):
     """The attributes of torch's handle. Users may write them: they are read at each use, and never cached."""
 
-    flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
     _fake_process_group: Any  # if environment variables ask for one
     _fwd_bwd_param_dtype: torch.dtype  # never None after _init_param_reduce_dtypes()
     _unit: Any = None  # a _C.ModuleParams, the loops in C; None: use torch's operations
@@ -145,7 +201,6 @@ class Handle(Driven, TorchsNames):
 
     _shards_next = False  # see is_sharded_next()
     _unflattened: Sequence[Tensor] | None = None  # until shard(): the originals, if the flat data are not written
-    _fqn_of: Mapping[int, str] = MappingProxyType({})  # id -> FQN, until the metadata have the names
 
     _own_methods: ClassVar[dict[str, Any]] = {}  # name -> method or property as defined here; filled in handle.py
 
@@ -240,12 +295,6 @@ class Handle(Driven, TorchsNames):
 
     # Messages and checks
 
-    def _names(self, most: int = 3) -> str:
-        """Return the unit's name for messages: its module and the FQNs of its first ``most`` parameters."""
-        fqns = self.flat_param._fqns
-        more = f", ... ({len(fqns)} in all)" if len(fqns) > most else ""
-        return f"the flat parameter of {type(self._fully_sharded_module).__name__} ({', '.join(fqns[:most])}{more})"
-
     @property
     def _freed_reason(self) -> str | None:
         """The message of the error when a user reads or writes a freed parameter of this unit.
@@ -264,22 +313,6 @@ class Handle(Driven, TorchsNames):
         """
         free(tensor, self._freed_reason, self._backward_made_graph)
 
-    @cached_property
-    def _freed_message(self) -> str:
-        return (
-            f"the memory of {self._names(20)} is freed: it is sharded outside of its module's forward and backward. "
-            "Read or change full parameters inside FullyShardedDataParallel.summon_full_params(model), or run them "
-            "through the wrapped module"
-        )
-
-    def _about(self, message: str, index: int | None = None) -> str:
-        """Return ``message`` with the FQN of parameter ``index``, or with the unit's name."""
-        return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
-
-    def _wrong(self, message: str, index: int | None = None) -> AssertionError:
-        """Return the error of a failed check."""
-        return AssertionError(self._about(message, index))
-
     def _check_sharded_strategy(self) -> None:
         if not self.uses_sharded_strategy:
             raise self._wrong("Expects sharded strategy, not NO_SHARD")
@@ -295,24 +328,6 @@ class Handle(Driven, TorchsNames):
                 )
             )
 
-    def _check_on_compute_device(self, tensor: Tensor) -> None:
-        if tensor.device != self.device:
-            raise self._wrong(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
-
-    def _check_on_cpu(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise self._wrong(f"Expects tensor to be on CPU but got {tensor.device}")
-
-    @staticmethod
-    def _check_storage_freed(tensor: Tensor) -> None:
-        if not is_torchdynamo_compiling() and has_memory(tensor):
-            raise AssertionError("Expects storage to be freed but got storage with size > 0")
-
-    @staticmethod
-    def _check_storage_allocated(tensor: Tensor) -> None:
-        if not has_memory(tensor):
-            raise AssertionError("Expects storage to be allocated but it is freed")
-
     def _check_low_precision_shard(self) -> None:
         if not self._uses_param_mixed_precision:
             raise self._wrong("Not using low precision for parameters")
@@ -321,17 +336,6 @@ class Handle(Driven, TorchsNames):
             raise self._wrong("Expects `_mp_shard` to exist")
         if shard.device != self.device:
             raise self._wrong(f"Expects the low precision shard to be on {self.device} but got {shard.device}")
-
-    def _check_size(self, tensor: Tensor, what: str, size: torch.Size) -> None:
-        if tensor is None or tensor.size() != size:
-            came = "`None`" if tensor is None else f"size {tensor.size()}"
-            raise self._wrong(f"Expects tensor to be {what} with size {size} but got {came}")
-
-    def _check_unsharded(self, tensor: Tensor) -> None:
-        self._check_size(tensor, "unsharded", self.flat_param._unpadded_unsharded_size)
-
-    def _check_sharded(self, tensor: Tensor) -> None:
-        self._check_size(tensor, "sharded", self.flat_param._sharded_size)
 
 
 # Properties and methods of torch's that do the same here: they use attributes, and methods that we define

@@ -4,8 +4,7 @@ The constructor checks all arguments with all ranks before it changes the module
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,14 +56,6 @@ class Base(Driven):
     # Set for the drop-in's functions, see handle.py
     _unit = _fsdp_extension = _unsharded_flat_param_for_skipped_views = None
     uses_sharded_strategy = _use_orig_params = True
-    _fqn_of: Mapping[int, str] = MappingProxyType({})  # id of a parameter -> FQN, for messages of the constructor
-    _names: Callable[..., str]
-    _about: Callable[..., str]
-    _freed_message: str
-    _check_size: Callable[..., None]
-    _check_on_compute_device: Callable[[Tensor], None]
-    _check_sharded: Callable[[Tensor], None]
-    _check_storage_freed: Callable[[Tensor], None]
     _validate_tensors_to_flatten: Callable[[list[Any]], object]
 
     # Drivers may set the first two, as in the reference

@@ -124,10 +124,8 @@ def owner_of(param: Tensor) -> FlatParamHandle | None:
 
 # Methods that torch's handle has, too. They read attributes that a LayerZero handle has under the same names
 for _name in (
-    *("is_sharded", "param_module_names", "shared_param_module_names", "unflatten_as_params", "_about"),
-    *("_check_on_compute_device", "_check_on_cpu", "_check_sharded", "_check_size", "_check_storage_allocated"),
-    *("_check_storage_freed", "_check_unsharded", "_fqns_in_shard", "_freed_message", "_get_flat_param_offsets"),
-    *("_get_modules", "_get_shard", "_get_unflat_views_aligned", "_get_unflat_views_unaligned", "_get_unpadded_shard"),
-    *("_names", "_skipped_use_sharded_views", "_validate_tensors_to_flatten", "_wrong"),
+    *("is_sharded", "param_module_names", "shared_param_module_names", "unflatten_as_params", "_fqns_in_shard"),
+    *("_get_flat_param_offsets", "_get_modules", "_get_shard", "_get_unflat_views_aligned", "_get_unpadded_shard"),
+    *("_get_unflat_views_unaligned", "_skipped_use_sharded_views", "_validate_tensors_to_flatten"),
 ):
     setattr(FlatParamHandle, _name, inspect.getattr_static(DropInHandle, _name))
