@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..common.parsing import Parser
-from ..inspect.cli import DTYPES, add_settings, classes, drawing
+from ..inspect.cli import DTYPES, add_settings, classes, draw
 from ..inspect.planning import SUPPORTED, BadInput, Settings, load
 from . import report
 from .candidates import Question, candidates
@@ -194,7 +194,7 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
     if options.picture is not None:
-        drawing("advise", "--picture").draw(head, fitting, too_large, question, options.picture)
+        draw("advise", "--picture", options.picture, head, fitting, too_large, question)
     in_full, assumed = report.in_full_precision(found[0], question), report.assumptions(question)
     if not fitting:
         last = [report.nothing_fits(found, question), in_full, assumed]

@@ -1,7 +1,6 @@
 """The picture: memory and step time of all candidates, with their Pareto front; the best candidate of each strategy."""
 
 from math import log
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -9,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..common.tables import human
-from ..inspect.picture import DPI, SMALL, WIDTH, caption, stacked_bars
+from ..inspect.picture import SMALL, WIDTH, caption, stacked_bars
 from .candidates import Candidate, Question
 from .report import best_of_each, front, micro_batches, units_of
 
@@ -18,12 +17,8 @@ MOST_NAMED = 8  # plans of the front that are named
 GIB = 2.0**30
 
 
-def draw(title: str, fitting: list[Candidate], too_large: list[Candidate], question: Question, path: Path) -> None:
-    """Write the picture as a PNG to ``path``. Both lists begin with their best candidate."""
-    figure_of(title, fitting, too_large, question).savefig(path, format="png", dpi=DPI)
-
-
 def figure_of(title: str, fitting: list[Candidate], too_large: list[Candidate], question: Question) -> Figure:
+    """Return the picture. Both lists begin with their best candidate."""
     best = best_of_each(fitting or too_large)
     heights = (4.5, 1.0 + 0.38 * len(best))
     figure = Figure(figsize=(WIDTH, sum(heights) + 3), layout="constrained")

@@ -16,6 +16,7 @@ from .planning import OPTIMIZERS, SUPPORTED, BadInput, Settings, load, plan_of, 
 from .report import as_json, table, title
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DPI = 150  # pixels of an inch of a picture: SMALL text is readable in a page of 800 pixels
 
 
 def add_settings(add: Callable[..., object]) -> None:
@@ -69,13 +70,14 @@ def parser() -> Parser:
 ONE_UNIT = "\nthe model is one unit: --wrap CLASS makes a unit of each module of a class, say of the blocks"
 
 
-def drawing(command: str, option: str) -> Any:
-    """Import the module ``picture`` of ``command``, for its ``option``. Raises: BadInput if matplotlib is missing."""
+def draw(command: str, option: str, path: Path, *shown: Any) -> None:
+    """Write the picture of ``shown`` that ``command`` makes for ``option``. Raises: BadInput without matplotlib."""
     try:
-        return import_module(f"flatparam.{command}.picture")
+        picture = import_module(f"flatparam.{command}.picture")
     except ModuleNotFoundError as error:
         needed = (error.name or "matplotlib").partition(".")[0]
         raise BadInput(f"{option} needs {needed}: pip install 'matplotlib>=3.7'") from error
+    picture.figure_of(*shown).savefig(path, format="png", dpi=DPI)
 
 
 def inspect(options: argparse.Namespace) -> tuple[str, int]:
@@ -95,7 +97,7 @@ def inspect(options: argparse.Namespace) -> tuple[str, int]:
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
     if options.png is not None:
-        drawing("inspect", "--png").draw(head, units, settings, plans_by_strategy(module, settings), options.png)
+        draw("inspect", "--png", options.png, head, units, settings, plans_by_strategy(module, settings))
     hint = "" if options.wrap or options.min_params else ONE_UNIT
     return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}{hint}", 0
 

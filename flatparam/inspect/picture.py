@@ -1,7 +1,6 @@
 """The picture: places of parameters, shards and padding; bytes of each group of equal units, in a step, by strategy."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -20,17 +19,13 @@ PARAMETERS = ("#7fb0dc", "#b9d4ec")  # in turn, so that the ends of parameters a
 TURNS = ("1, 3, 5, ...", "2, 4, 6, ...")
 PADDING = "#c0392b"
 SMALL = 8  # points
-WIDTH, DPI = 9, 150  # inches, and pixels of each: SMALL text is readable in a page of 800 pixels
+WIDTH = 9  # inches
 MOST_NAMES = 40
 SCALES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
 
 
-def draw(title: str, units: list[Unit], settings: Settings, others: dict[str, MemoryPlan], path: Path) -> None:
-    """Write the picture as a PNG to ``path``. ``others``: strategy -> plan, that of ``settings`` too."""
-    figure_of(title, units, settings, others).savefig(path, format="png", dpi=DPI)
-
-
 def figure_of(title: str, units: list[Unit], settings: Settings, others: dict[str, MemoryPlan]) -> Figure:
+    """Return the picture. ``others``: strategy -> plan, that of ``settings`` too."""
     plan = others[settings.strategy.name]
     name, scale = _scale(max(other.peak for other in others.values()))
     groups = equal_units(units, plan)
