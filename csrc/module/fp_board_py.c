@@ -153,9 +153,7 @@ board_watch(board_object *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     fp_trace *trace = fp_trace_of(object);
-    if (trace == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(trace);
     FP_TRY_NULL(fp_as_int64_array(ranks, &numbers, &watched.n));
     watched.ranks = numbers;
     const int found = fp_watch(self->board, trace, &watched);

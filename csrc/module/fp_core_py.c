@@ -63,20 +63,16 @@ static PyObject *
 boxes_as_list(const int64_t *offsets, const int64_t *sizes, size_t count, Py_ssize_t ndim)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
-    if (list == NULL) {
-        return NULL;
-    }
-    for (size_t b = 0; b < count; b++) {
+    for (size_t b = 0; list != NULL && b < count; b++) {
         PyObject *offset = fp_int64_tuple(offsets + b * (size_t)ndim, ndim);
         PyObject *size = offset == NULL ? NULL : fp_int64_tuple(sizes + b * (size_t)ndim, ndim);
         PyObject *box = size == NULL ? NULL : PyTuple_Pack(2, offset, size);
         Py_XDECREF(offset);
         Py_XDECREF(size);
-        if (box == NULL) {
-            Py_DECREF(list);
-            return NULL;
-        }
         PyList_SET_ITEM(list, (Py_ssize_t)b, box); /* steals box */
+        if (box == NULL) {
+            Py_CLEAR(list);
+        }
     }
     return list;
 }
@@ -121,9 +117,7 @@ write_report(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_ValueError, "expected rank, step and event of at least 0");
     }
     PyObject *text = fp_as_text(args[3]);
-    if (text == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(text);
     PyObject *report =
         PyUnicode_FromFormat("%lld %lld %lld %U", (long long)rank, (long long)step, (long long)event, text);
     Py_DECREF(text);
@@ -136,9 +130,7 @@ read_report(PyObject *module, PyObject *said)
     fp_report report;
     Py_ssize_t size;
     const char *utf8 = PyUnicode_AsUTF8AndSize(said, &size);
-    if (utf8 == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(utf8);
     if (!fp_report_read(utf8, &report)) {
         return PyErr_Format(PyExc_ValueError, "expected a text of write_report(), got %R", said);
     }

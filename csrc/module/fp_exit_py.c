@@ -23,13 +23,10 @@ at_exit(int status, void *ignored)
 static PyObject *
 set_exit_status(PyObject *module, PyObject *object)
 {
-    (void)module;
-    const long status = PyLong_AsLong(object);
-    if (status == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
+    int64_t status;
+    FP_TRY_NULL(fp_as_int64(object, &status));
     if (status < 0 || status > 255) {
-        return PyErr_Format(PyExc_ValueError, "expected an exit status from 0 to 255, got %ld", status);
+        return PyErr_Format(PyExc_ValueError, "expected an exit status from 0 to 255, got %lld", (long long)status);
     }
 #ifdef __GLIBC__
     if (set_by != getpid() && on_exit(at_exit, NULL) != 0) {

@@ -69,11 +69,9 @@ remove_entry(PyObject *container, PyObject *entry)
 static PyObject *
 remove_unless_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    (void)module;
     FP_TRY_NULL(fp_check_nargs("remove_unless_read", nargs, 3));
     if (!PyDict_Check(args[0]) && !PyList_Check(args[0])) {
-        PyErr_Format(PyExc_TypeError, "expected a dictionary or a list, got %.200s", Py_TYPE(args[0])->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a dictionary or a list, got %.200s", Py_TYPE(args[0])->tp_name);
     }
     const int had_collector = PyGC_Disable(); /* frame objects are made, and a collection would run Python code */
     const int is_read = is_read_in_a_thread(args[2]);

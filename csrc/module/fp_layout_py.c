@@ -159,17 +159,13 @@ layout_parts(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
     FP_TRY_NULL(as_range(self, "parts", args, nargs, &begin, &end));
     fp_layout_params_in(&self->layout, begin, end, &first, &last);
     PyObject *parts = PyList_New((Py_ssize_t)(last - first));
-    if (parts == NULL) {
-        return NULL;
-    }
-    for (size_t i = first; i < last; i++) {
+    for (size_t i = first; parts != NULL && i < last; i++) {
         const fp_param_part part = fp_layout_part(&self->layout, i, begin, end);
         PyObject *item = fp_int64_tuple((int64_t[4]){part.offset, part.numel, part.start, part.end_element}, 4);
-        if (item == NULL) {
-            Py_DECREF(parts);
-            return NULL;
-        }
         PyList_SET_ITEM(parts, (Py_ssize_t)(i - first), item); /* steals item */
+        if (item == NULL) {
+            Py_CLEAR(parts);
+        }
     }
     return parts;
 }

@@ -66,14 +66,10 @@ fp_exec(PyObject *module)
     FP_TRY(fp_attributes_exec());
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, fp_types[i], NULL);
-        if (type == NULL) {
-            return -1;
-        }
+        FP_NEED(type);
         const int status = PyModule_AddType(module, (PyTypeObject *)type);
         Py_DECREF(type);
-        if (status < 0) {
-            return -1;
-        }
+        FP_TRY(status);
     }
     for (size_t i = 0; i < sizeof fp_constants / sizeof fp_constants[0]; i++) {
         FP_TRY(PyModule_AddIntConstant(module, fp_constants[i].name, fp_constants[i].value));

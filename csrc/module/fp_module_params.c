@@ -47,19 +47,16 @@ module_params_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     parameters = PySequence_Tuple(parameters_arg);
     shared = parameters == NULL ? NULL : PySequence_Tuple(shared_arg);
     table = shared == NULL ? NULL : (fp_module_params *)type->tp_alloc(type, 0);
-    if (table == NULL) {
-        goto fail;
+    if (table != NULL) {
+        PyObject_GC_UnTrack(table); /* nobody finds it before it is complete */
+        table->n = PyTuple_GET_SIZE(parameters);
+        if (fp_entries_read(parameters, shared, numel, &table->attributes, &table->geometry) == 0) {
+            PyObject_GC_Track(table);
+        }
+        else {
+            Py_CLEAR(table);
+        }
     }
-    PyObject_GC_UnTrack(table); /* nobody finds it before it is complete */
-    table->n = PyTuple_GET_SIZE(parameters);
-    if (fp_entries_read(parameters, shared, numel, &table->attributes, &table->geometry) < 0) {
-        goto fail;
-    }
-    PyObject_GC_Track(table);
-    goto done;
-fail:
-    Py_CLEAR(table);
-done:
     Py_XDECREF(parameters);
     Py_XDECREF(shared);
     return (PyObject *)table;
@@ -251,9 +248,7 @@ module_params_register_tensors(fp_module_params *table, PyObject *const *args, P
     int listed, unsafe;
     FP_TRY_NULL(fp_read_args("register_tensors", args, nargs, "Obb", &listed, &unsafe));
     PyObject *tensors = fp_as_tuple(args[0], table->n, "tensors");
-    if (tensors == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(tensors);
     const fp_place place = {.is_parameter = 0, .listed = listed, .unsafe = unsafe};
     const int status = register_all(table, fp_items(tensors), NULL, place);
     Py_DECREF(tensors);
@@ -289,24 +284,34 @@ alias_shared(fp_module_params *table, PyObject *given)
 
 /* ---- whole switches ---- */
 
+/* Register given, and set its data: to its places in flats[0], or to its pieces of it, after flats[0].data = flats[1]. pieces:
+ * NULL: places. 1; 0: nothing is done, as a tensor is not plain or a mode is on; -1. */
+static int
+use_given(fp_module_params *table, PyObject *given, PyObject *const *flats, const fp_pieces *pieces, int unsafe)
+{
+    PyObject *const *items = fp_items(given);
+    if (!fp_torch_all_plain(flats, pieces == NULL ? 1 : 2) || !fp_torch_all_plain(items, PyTuple_GET_SIZE(given))) {
+        return 0;
+    }
+    if (pieces != NULL) {
+        FP_TRY(fp_torch_alias_flat(flats[0], flats[1], -1));
+    }
+    FP_TRY(register_given(table, given, unsafe));
+    FP_TRY(pieces == NULL ? fp_torch_alias(items, table->geometry, flats[0])
+                          : fp_torch_alias_pieces(items, table->n, flats[0], pieces->starts, pieces->numels));
+    FP_TRY(alias_shared(table, given));
+    return 1;
+}
+
 static PyObject *
 module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    int unsafe, plain = 0, status = -1;
+    int unsafe;
     FP_TRY_NULL(fp_read_args("use_parameters", args, nargs, "OOOb", &unsafe));
     PyObject *given = read_given(table, args[1], args[2]);
-    if (given != NULL) {
-        plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
-        status = plain ? register_given(table, given, unsafe) : 0;
-    }
-    if (plain && status == 0) {
-        status = fp_torch_alias(fp_items(given), table->geometry, args[0]);
-    }
-    if (plain && status == 0) {
-        status = alias_shared(table, given);
-    }
+    const int used = given == NULL ? -1 : use_given(table, given, args, NULL, unsafe);
     Py_XDECREF(given);
-    return status < 0 ? NULL : PyBool_FromLong(plain);
+    return used < 0 ? NULL : PyBool_FromLong(used);
 }
 
 static PyObject *
@@ -333,13 +338,10 @@ module_params_use_unsharded(fp_module_params *table, PyObject *const *args, Py_s
         goto done;
     }
     if (again) {
-        if (fp_torch_alias(fp_items(tensors), table->geometry, args[0]) < 0) {
-            goto done;
+        if (fp_torch_alias(fp_items(tensors), table->geometry, args[0]) == 0 &&
+            register_all(table, fp_items(tensors), NULL, place) == 0) {
+            result = Py_NewRef(args[2]);
         }
-        if (register_all(table, fp_items(tensors), NULL, place) < 0) {
-            goto done;
-        }
-        result = Py_NewRef(args[2]);
         goto done;
     }
     views = args[2] == Py_None ? new_views(table, args[0]) : forward_views(table, args[0], args[2], &shown_already);
@@ -361,26 +363,14 @@ done:
 static PyObject *
 module_params_use_sharded(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    int unsafe, plain = 0, status = -1;
+    int unsafe;
     FP_TRY_NULL(fp_read_args("use_sharded", args, nargs, "OOOOOb", &unsafe));
     PyObject *given = read_given(table, args[2], args[3]);
     fp_pieces *pieces = given == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[4]);
-    if (pieces != NULL) {
-        plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
-        status = plain ? fp_torch_alias_flat(args[0], args[1], -1) : 0;
-    }
-    if (plain && status == 0) {
-        status = register_given(table, given, unsafe);
-    }
-    if (plain && status == 0) {
-        status = fp_torch_alias_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels);
-    }
-    if (plain && status == 0) {
-        status = alias_shared(table, given);
-    }
+    const int used = pieces == NULL ? -1 : use_given(table, given, args, pieces, unsafe);
     fp_pieces_release(pieces);
     Py_XDECREF(given);
-    return status < 0 ? NULL : PyBool_FromLong(plain);
+    return used < 0 ? NULL : PyBool_FromLong(used);
 }
 
 /* ---- writeback ---- */
@@ -393,9 +383,7 @@ module_params_scan(fp_module_params *table, PyObject *const *args, Py_ssize_t na
     char *selected = NULL; /* first: 1 if the parameter is in the shard; then: 1 if it needs a writeback */
     FP_TRY_NULL(fp_check_nargs("scan", nargs, 4));
     fp_pieces *pieces = fp_pieces_of(&table->last, table->n, args[3]);
-    if (pieces == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(pieces);
     selected = fp_new_array(table->n, 1);
     if (selected == NULL) {
         goto fail;

@@ -18,9 +18,7 @@ read_piece(PyObject *info, int64_t *start, int64_t *numel)
 {
     PyObject *fields = PySequence_Tuple(info);
     int status = -1;
-    if (fields == NULL) {
-        return -1;
-    }
+    FP_NEED(fields);
     if (PyTuple_GET_SIZE(fields) < 3) {
         PyErr_SetString(PyExc_ValueError, "a shard info has fewer than 3 fields");
         goto done;

@@ -37,9 +37,7 @@ free_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     FP_TRY_NULL(fp_check_nargs_between("free", nargs, 1, 3));
     if (nargs > 1 && args[1] != Py_None) {
         reason = fp_as_text(args[1]); /* owned */
-        if (reason == NULL) {
-            return NULL;
-        }
+        FP_NEED_NULL(reason);
     }
     const int keeps_size = nargs > 2 ? PyObject_IsTrue(args[2]) : 0;
     const char *text = reason == NULL ? NULL : PyUnicode_AsUTF8(reason);
@@ -142,9 +140,7 @@ survey(PyObject *module, PyObject *tensors)
 {
     PyObject *out = NULL, *items = PySequence_Tuple(tensors);
     Py_ssize_t trained = 0;
-    if (items == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(items);
     const Py_ssize_t n = PyTuple_GET_SIZE(items);
     int64_t *numels = fp_new_array(n, sizeof *numels);
     const int fit = numels == NULL ? -1 : fp_torch_survey(fp_items(items), n, numels, &trained);

@@ -84,9 +84,7 @@ int
 fp_as_int64(PyObject *object, int64_t *out)
 {
     PyObject *index = PyNumber_Index(object); /* owned; the object itself when it is an int */
-    if (index == NULL) {
-        return -1;
-    }
+    FP_NEED(index);
     const long long value = PyLong_AsLongLong(index);
     Py_DECREF(index);
     if (value == -1 && PyErr_Occurred()) {
@@ -111,8 +109,7 @@ int
 fp_as_bool(PyObject *object, int *out)
 {
     if (!PyBool_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "expected True or False, got %.200s", Py_TYPE(object)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected True or False, got %.200s", Py_TYPE(object)->tp_name);
     }
     *out = object == Py_True;
     return 0;
@@ -121,29 +118,22 @@ fp_as_bool(PyObject *object, int *out)
 int
 fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n)
 {
-    int64_t *values = NULL;
     PyObject *items = PySequence_Tuple(object); /* ours, so nobody else can shrink it */
-    if (items == NULL) {
-        return -1;
-    }
+    FP_NEED(items);
     const Py_ssize_t count = PyTuple_GET_SIZE(items);
-    values = fp_new_array(count, sizeof *values);
-    if (values == NULL) {
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (fp_as_int64(PyTuple_GET_ITEM(items, i), &values[i]) < 0) { /* borrowed item */
-            goto fail;
-        }
+    int64_t *values = fp_new_array(count, sizeof *values);
+    int status = values == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < count; i++) {
+        status = fp_as_int64(PyTuple_GET_ITEM(items, i), &values[i]); /* borrowed item */
     }
     Py_DECREF(items);
+    if (status < 0) {
+        fp_free(values);
+        return -1;
+    }
     *out = values;
     *n = count;
     return 0;
-fail:
-    fp_free(values);
-    Py_DECREF(items);
-    return -1;
 }
 
 void *
@@ -168,18 +158,24 @@ PyObject *
 fp_int64_tuple(const int64_t *values, Py_ssize_t n)
 {
     PyObject *tuple = PyTuple_New(n);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
         PyObject *item = PyLong_FromLongLong(values[i]);
-        if (item == NULL) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
         PyTuple_SET_ITEM(tuple, i, item); /* steals item */
+        if (item == NULL) {
+            Py_CLEAR(tuple);
+        }
     }
     return tuple;
+}
+
+int
+fp_raise(PyObject *type, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    PyErr_FormatV(type, format, arguments);
+    va_end(arguments);
+    return -1;
 }
 
 int

@@ -66,6 +66,10 @@ fp_free_object(PyObject *object)
         }                                                                                                              \
     } while (0)
 
+/* The same for a pointer: return -1, or NULL, if it is NULL. */
+#define FP_NEED(pointer) FP_TRY((pointer) == NULL ? -1 : 0)
+#define FP_NEED_NULL(pointer) FP_TRY_NULL((pointer) == NULL ? -1 : 0)
+
 /* The result of a method from a status: NULL for status < 0, which has an exception set; else a new reference to None, or
  * to status != 0 as a bool. */
 static inline PyObject *
@@ -134,6 +138,9 @@ fp_items(PyObject *tuple)
 
 /* A new tuple of the n values; NULL with an exception set. */
 PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);
+
+/* Set an exception, as PyErr_Format() does. -1. */
+int fp_raise(PyObject *type, const char *format, ...);
 
 /* Turn a status of the core into an exception: FP_ENOMEM into MemoryError, another failure into ShardError with the
  * message format (as for PyErr_Format), which tells the expected and the given values. 0 for FP_OK, else -1. */

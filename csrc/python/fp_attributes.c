@@ -43,9 +43,7 @@ fp_attributes_exec(void)
         return 0;
     }
     PyObject *nn_module = PyImport_ImportModule("torch.nn.modules.module");
-    if (nn_module == NULL) {
-        return -1;
-    }
+    FP_NEED(nn_module);
     PyObject *base = PyObject_GetAttrString(nn_module, "Module");
     Py_XSETREF(nn.parameter_class, PyObject_GetAttrString(nn_module, "Parameter"));
     Py_XSETREF(nn.tensor_class, PyObject_GetAttrString(nn_module, "Tensor"));
@@ -70,9 +68,7 @@ fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_shared)
 {
     attributes->primary = fp_new_array(n_shared, sizeof *attributes->primary);
     attributes->items = attributes->primary == NULL ? NULL : fp_new_array(n + n_shared, sizeof *attributes->items);
-    if (attributes->items == NULL) {
-        return -1;
-    }
+    FP_NEED(attributes->items);
     attributes->n = n;
     attributes->n_shared = n_shared;
     return 0;
@@ -89,12 +85,10 @@ int
 fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name)
 {
     if (!PyObject_TypeCheck(module, (PyTypeObject *)nn.module_class)) {
-        PyErr_Format(PyExc_TypeError, "expected a torch.nn.Module, got %.200s", Py_TYPE(module)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected a torch.nn.Module, got %.200s", Py_TYPE(module)->tp_name);
     }
     if (!PyUnicode_CheckExact(name)) {
-        PyErr_Format(PyExc_TypeError, "expected a parameter's name, got %.200s", Py_TYPE(name)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected a parameter's name, got %.200s", Py_TYPE(name)->tp_name);
     }
     PyObject *interned = Py_NewRef(name);
     PyUnicode_InternInPlace(&interned);
@@ -109,9 +103,7 @@ ask_class(PyTypeObject *type, PyObject *name)
 {
     for (int m = 0; m < METHODS; m++) {
         PyObject *method = PyObject_GetAttrString((PyObject *)type, method_names[m]);
-        if (method == NULL) {
-            return -1;
-        }
+        FP_NEED(method);
         const int own = method == nn.methods[m];
         Py_DECREF(method);
         if (!own) {
@@ -173,9 +165,7 @@ get_dicts(PyObject *module, module_dicts *dicts)
     }
     forget_dicts(dicts);
     dicts->dict = PyObject_GenericGetDict(module, NULL);
-    if (dicts->dict == NULL) {
-        return -1;
-    }
+    FP_NEED(dicts->dict);
     dicts->parameters = Py_XNewRef(PyDict_GetItemWithError(dicts->dict, nn.parameters));
     if (dicts->parameters != NULL && PyDict_CheckExact(dicts->parameters)) {
         dicts->module = module;
@@ -201,9 +191,7 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
     const int wants_parameters = place.is_parameter || place.listed;
     const Py_ssize_t before = PyDict_GET_SIZE(dicts->parameters);
     int status = wants_parameters ? PyDict_SetItem(dicts->parameters, name, value) : 0;
-    if (status < 0) {
-        return -1;
-    }
+    FP_TRY(status);
     const int was_listed =
         wants_parameters ? PyDict_GET_SIZE(dicts->parameters) == before : PyDict_Contains(dicts->parameters, name);
     PyObject *in_dict = NULL; /* borrowed; not looked up if the name is listed and the entry is replaced anyway */
@@ -241,9 +229,7 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
     const int had = old != NULL;
     Py_XDECREF(old);
     const int would_register = place.is_parameter ? 0 : PyObject_IsInstance(value, nn.parameter_class);
-    if (would_register < 0) {
-        return -1;
-    }
+    FP_TRY(would_register);
     if (had && PyObject_DelAttr(module, name) < 0) {
         return -1;
     }
@@ -291,9 +277,7 @@ get(fp_attribute *item, module_dicts *dicts)
 {
     PyObject *value = NULL;
     const int direct = get_direct(item, dicts);
-    if (direct < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(direct);
     if (direct) {
         value = Py_XNewRef(PyDict_GetItemWithError(dicts->dict, item->name));
         if (value == NULL && !PyErr_Occurred()) {
@@ -333,9 +317,7 @@ static int
 is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int is_parameter, module_dicts *dicts)
 {
     const int direct = get_direct(item, dicts);
-    if (direct < 0) {
-        return -1;
-    }
+    FP_TRY(direct);
     if (!direct) { /* a class may return its tensors in another form */
         PyObject *value = is_parameter ? get(item, dicts) : NULL;
         Py_XDECREF(value);
@@ -392,9 +374,8 @@ fp_attributes_check(PyObject *value, int is_parameter)
     if (PyObject_TypeCheck(value, (PyTypeObject *)(is_parameter ? nn.parameter_class : nn.tensor_class))) {
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "expected a torch.%s, got %.200s", is_parameter ? "nn.Parameter" : "Tensor",
-                 Py_TYPE(value)->tp_name);
-    return -1;
+    return fp_raise(PyExc_TypeError, "expected a torch.%s, got %.200s", is_parameter ? "nn.Parameter" : "Tensor",
+                    Py_TYPE(value)->tp_name);
 }
 
 int

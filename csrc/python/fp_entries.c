@@ -18,9 +18,8 @@ read_view(PyObject *entry, fp_view *view)
     }
     view->stride = stride;
     if (has_stride && stride_ndim != ndim) {
-        PyErr_Format(PyExc_ValueError, "%U has %zd sizes and %zd strides", PyTuple_GET_ITEM(entry, 1), ndim,
-                     stride_ndim);
-        return -1;
+        return fp_raise(PyExc_ValueError, "%U has %zd sizes and %zd strides", PyTuple_GET_ITEM(entry, 1), ndim,
+                        stride_ndim);
     }
     return fp_as_int64(PyTuple_GET_ITEM(entry, 4), &view->offset);
 }
@@ -29,13 +28,11 @@ static int
 check_entry(PyObject *entry, Py_ssize_t size, const char *expected)
 {
     if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != size) {
-        PyErr_Format(PyExc_TypeError, "expected tuples %s, got %.200s", expected, Py_TYPE(entry)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected tuples %s, got %.200s", expected, Py_TYPE(entry)->tp_name);
     }
     if (!PyUnicode_Check(PyTuple_GET_ITEM(entry, 1))) { /* no repr in the message: that of a freed tensor would crash */
-        PyErr_Format(PyExc_TypeError, "expected tuples %s, got a name that is %.200s", expected,
-                     Py_TYPE(PyTuple_GET_ITEM(entry, 1))->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected tuples %s, got a name that is %.200s", expected,
+                        Py_TYPE(PyTuple_GET_ITEM(entry, 1))->tp_name);
     }
     return 0;
 }
@@ -63,9 +60,8 @@ read_shared(PyObject *shared, fp_attributes *attributes)
         FP_TRY(fp_attributes_set(attributes, n + i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)));
         FP_TRY(fp_as_int64(PyTuple_GET_ITEM(entry, 2), &index));
         if (index < 0 || index >= n) {
-            PyErr_Format(PyExc_ValueError, "%U shares parameter %lld, expected 0 to %zd", PyTuple_GET_ITEM(entry, 1),
-                         (long long)index, n - 1);
-            return -1;
+            return fp_raise(PyExc_ValueError, "%U shares parameter %lld, expected 0 to %zd", PyTuple_GET_ITEM(entry, 1),
+                            (long long)index, n - 1);
         }
         attributes->primary[i] = (Py_ssize_t)index;
     }
@@ -86,9 +82,7 @@ fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attrib
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(parameters);
     fp_view *views = fp_new_array(n, sizeof *views);
-    if (views == NULL) {
-        return -1;
-    }
+    FP_NEED(views);
     int status = read_all(parameters, shared, attributes, views);
     if (status == 0) {
         *geometry = fp_torch_geometry_new(views, n, numel);

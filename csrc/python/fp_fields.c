@@ -57,9 +57,8 @@ fp_fields_read(PyObject *object, const fp_field *table, void *into)
     for (const fp_field *field = table; field->name != NULL; field++) {
         PyObject *value = PyObject_GetAttrString(object, field->name);
         if (value == NULL) {
-            PyErr_Format(PyExc_TypeError, "expected an object with the attribute `%s`, got %.200s", field->name,
-                         Py_TYPE(object)->tp_name);
-            return -1;
+            return fp_raise(PyExc_TypeError, "expected an object with the attribute `%s`, got %.200s", field->name,
+                            Py_TYPE(object)->tp_name);
         }
         const int status = store(field, value, (char *)into + field->offset);
         if (status < 0) {
@@ -67,9 +66,7 @@ fp_fields_read(PyObject *object, const fp_field *table, void *into)
                          Py_TYPE(value)->tp_name);
         }
         Py_DECREF(value);
-        if (status < 0) {
-            return -1;
-        }
+        FP_TRY(status);
     }
     return 0;
 }

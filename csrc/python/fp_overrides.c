@@ -13,9 +13,7 @@ class_as_defined(fp_module_state *state, PyTypeObject *type, PyObject *own)
     int same = 1;
     const unsigned int version = type->tp_version_tag;
     PyObject *names = PyDict_Keys(own); /* ours: looking an attribute up may run code that changes own */
-    if (names == NULL) {
-        return -1;
-    }
+    FP_NEED(names);
     for (Py_ssize_t i = 0; same > 0 && i < PyList_GET_SIZE(names); i++) {
         PyObject *name = PyList_GET_ITEM(names, i);
         PyObject *value = PyObject_GetAttr((PyObject *)type, name);

@@ -32,9 +32,7 @@ begin_backward(fp_unit *unit)
     if (fp_root_in_backward(root) && fp_iteration_recover(root) < 0) { /* the backward before it raised */
         return -1;
     }
-    if (fp_graph_at_end(root->ref) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_graph_at_end(root->ref));
     if (fp_graph_grad_enabled()) {
         root->phase = FP_PHASE_RECORDS;
     }
@@ -53,12 +51,11 @@ check_accumulated(const fp_unit *unit)
 {
     for (Py_ssize_t k = 0; unit->for_graph && k < unit->n_flat_params; k++) {
         if (fp_flat_param_versions(&unit->flat_params[k]) != unit->flat_params[k].versions) {
-            PyErr_Format(
+            return fp_raise(
                 PyExc_RuntimeError,
                 "%U: its parameters were changed between a backward with create_graph=True and the backward of its "
                 "gradients, which needs the old values: step the optimizer, or write to parameters, after both",
                 unit->name);
-            return -1;
         }
     }
     return 0;
@@ -191,9 +188,7 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     const int first = flat_param->reduce_slot == FP_REDUCE_SLOT_OPEN; /* of this backward */
     const int waits = unit->n_flat_params > 1 && first ? waits_for_others(unit, flat_param) : 0;
-    if (waits < 0) {
-        return -1;
-    }
+    FP_TRY(waits);
     if (!first && fp_reduction_start_packed(unit) < 0) {
         return -1;
     }
@@ -227,9 +222,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         fp_gradients_drop_frozen(gradients, flat_param->owners.params, flat_param->owners.n) < 0) {
         return -1;
     }
-    if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0) < 0) {
-        return -1;
-    }
+    FP_TRY(fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name), 0));
     if (!more && fp_unshard_pass(unit, flat_param) < 0) {
         return -1;
     }

@@ -37,9 +37,7 @@ make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_
 {
     *n = 0;
     fp_exchange *exchanges = fp_new_array(root->units.n, sizeof *exchanges);
-    if (exchanges == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(exchanges);
     for (Py_ssize_t s = 0; s < root->units.n; s++) {
         fp_unit *unit = root->units.items[s];
         const int takes_part = is_in(unit) ? fp_members_takes_part(unit) : 0;
@@ -320,9 +318,7 @@ hear(fp_exchange *exchange)
             flat_param->wanted |= *flag++ != 0 ? FP_WANTED_ACCUMULATED : 0;
             if (fp_flat_param_is_nested(flat_param)) {
                 const int left = fp_flat_param_clear_accumulated(flat_param, flag);
-                if (left < 0) {
-                    return -1;
-                }
+                FP_TRY(left);
                 if (!left) {
                     flat_param->wanted &= ~(unsigned)FP_WANTED_ACCUMULATED;
                 }

@@ -41,8 +41,7 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
     if (fp_state_next(&fp_shown_moves, flat_param->shown, event, &next) != FP_OK) {
         char text[FP_STATE_MESSAGE_BYTES];
         fp_state_message(&fp_shown_moves, flat_param->shown, event, text, sizeof text);
-        PyErr_Format(PyExc_RuntimeError, "%s: %s", name, text);
-        return -1;
+        return fp_raise(PyExc_RuntimeError, "%s: %s", name, text);
     }
     flat_param->shown = next;
     fp_flat_param_not_steppable += is_not_steppable(flat_param) - was_not_steppable;
@@ -196,18 +195,15 @@ fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name
     for (Py_ssize_t i = 0; fp_flat_param_is_untracked(flat_param) && i < flat_param->attributes.n; i++) {
         PyObject *owner = flat_param->params == NULL ? NULL : PyTuple_GET_ITEM(flat_param->params, i);
         const int taken = fp_param_take_requires_grad(PyTuple_GET_ITEM(fp_flat_param_attributes(flat_param), i), owner);
-        if (taken < 0) {
-            return -1;
-        }
+        FP_TRY(taken);
         if (taken == 2 || (taken == 1 && owner == NULL)) {
-            PyErr_Format(
+            return fp_raise(
                 PyExc_RuntimeError,
                 "requires_grad of parameter `%U` of a %.200s in %U was set in the middle of its forward, %s. Set "
                 "it before that, on the parameters() of the model",
                 flat_param->attributes.items[i].name, Py_TYPE(flat_param->attributes.items[i].module)->tp_name, name,
                 owner == NULL ? "where it is a part of the flat parameter"
                               : "and it was used after that: its gradient would be lost");
-            return -1;
         }
     }
     return 0;
@@ -288,17 +284,14 @@ int
 fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param)
 {
     if (flat_param->params == NULL || i < 0 || i >= flat_param->attributes.n) {
-        PyErr_SetString(PyExc_IndexError, "there is no such parameter");
-        return -1;
+        return fp_raise(PyExc_IndexError, "there is no such parameter");
     }
     FP_TRY(fp_attributes_check(param, 1));
     PyObject *params = PyTuple_New(flat_param->attributes.n);
     for (Py_ssize_t k = 0; params != NULL && k < flat_param->attributes.n; k++) {
         PyTuple_SET_ITEM(params, k, Py_NewRef(k == i ? param : PyTuple_GET_ITEM(flat_param->params, k)));
     }
-    if (params == NULL) {
-        return -1;
-    }
+    FP_NEED(params);
     Py_SETREF(flat_param->params, params);
     flat_param->owners.params = fp_items(params);
     flat_param->versions = flat_param->synced = -1;
@@ -367,9 +360,7 @@ read_edits(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
     FP_TRY(fp_flat_param_check_grads(flat_param, name));
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    if (accumulated == NULL) {
-        return -1;
-    }
+    FP_NEED(accumulated);
     Py_ssize_t left;
     if (!fp_flat_param_is_nested(flat_param)) {
         left = fp_gradients_check_accumulated(&flat_param->owners, accumulated, flat_param->shard, &flat_param->aside,
@@ -441,9 +432,7 @@ fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, 
 {
     FP_TRY(fp_flat_param_check_grads(flat_param, name));
     char *receives = receivers_of(flat_param);
-    if (receives == NULL) {
-        return -1;
-    }
+    FP_NEED(receives);
     memset(flat_param->aside.frozen_share, 0, (size_t)flat_param->owners.n);
     const int status = fp_gradients_add_pieces(&flat_param->owners, receives, reduced, name);
     fp_free(receives);
@@ -514,9 +503,7 @@ defer_reduced(fp_flat_param *flat_param, PyObject *accumulated)
 {
     const fp_param_pieces *owners = &flat_param->owners;
     PyObject *reduced = fp_gradients_collect(owners, flat_param->shard, flat_param->aside.has);
-    if (reduced == NULL) {
-        return -1;
-    }
+    FP_NEED(reduced);
     if (reduced == Py_None) {
         Py_CLEAR(reduced);
     }
@@ -542,9 +529,7 @@ fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
 {
     FP_TRY(fp_flat_param_check_grads(flat_param, name));
     PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    if (accumulated == NULL) {
-        return -1;
-    }
+    FP_NEED(accumulated);
     int status = defer_reduced(flat_param, accumulated);
     char *receives = status < 0 ? NULL : receivers_of(flat_param);
     if (receives != NULL) {

@@ -32,14 +32,11 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
     owners->params = flat_param->params != NULL ? fp_items(flat_param->params) : &flat_param->shard;
     owners->n = flat_param->params != NULL ? PyTuple_GET_SIZE(flat_param->params) : 1;
     if (PyTuple_GET_SIZE(pieces) != owners->n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", owners->n, PyTuple_GET_SIZE(pieces));
-        return -1;
+        return fp_raise(PyExc_ValueError, "expected %zd pieces, got %zd", owners->n, PyTuple_GET_SIZE(pieces));
     }
     flat_param->aside.has = fp_new_array(owners->n, 3);
     int64_t *starts = flat_param->aside.has == NULL ? NULL : fp_new_array(owners->n, 2 * sizeof *starts + 1);
-    if (starts == NULL) {
-        return -1;
-    }
+    FP_NEED(starts);
     int64_t *numels = starts + owners->n;
     char *in_rows = (char *)(numels + owners->n);
     owners->starts = starts;
@@ -51,16 +48,14 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         long long start, count;
         int is_in_rows;
         if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
-            PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel, in_rows)");
-            return -1;
+            return fp_raise(PyExc_TypeError, "expected pieces (start, numel, in_rows)");
         }
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &is_in_rows)) {
             return -1;
         }
         if (count > 0 && (start < 0 || count > shard_numel - start)) {
-            PyErr_Format(PyExc_ValueError, "expected pieces in a shard of %lld elements, got %lld from %lld on",
-                         (long long)shard_numel, count, start);
-            return -1;
+            return fp_raise(PyExc_ValueError, "expected pieces in a shard of %lld elements, got %lld from %lld on",
+                            (long long)shard_numel, count, start);
         }
         starts[i] = start;
         numels[i] = count;
@@ -85,15 +80,13 @@ check_tensors(const fp_flat_param *flat_param)
         return -1;
     }
     if (flat_param->params != NULL && PyTuple_GET_SIZE(flat_param->params) != flat_param->attributes.n) {
-        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", flat_param->attributes.n,
-                     PyTuple_GET_SIZE(flat_param->params));
-        return -1;
+        return fp_raise(PyExc_ValueError, "expected %zd parameters, got %zd", flat_param->attributes.n,
+                        PyTuple_GET_SIZE(flat_param->params));
     }
     for (Py_ssize_t i = 0; flat_param->params != NULL && i < flat_param->attributes.n; i++) {
         FP_TRY(fp_attributes_check(PyTuple_GET_ITEM(flat_param->params, i), 1));
         if (!fp_torch_is_plain(PyTuple_GET_ITEM(flat_param->params, i))) {
-            PyErr_Format(PyExc_TypeError, "parameter %zd is not a plain dense tensor", i);
-            return -1;
+            return fp_raise(PyExc_TypeError, "parameter %zd is not a plain dense tensor", i);
         }
     }
     return 0;
@@ -155,9 +148,8 @@ take_spec(fp_flat_param *flat_param, flat_param_spec *spec)
 {
     fp_flat_buffer_plan *plan = &spec->options.plan;
     if (plan->primary.n < 1 || plan->shard_numel < 1 || plan->shard_numel > INT64_MAX / plan->primary.n) {
-        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld",
-                     plan->primary.n, (long long)plan->shard_numel);
-        return -1;
+        return fp_raise(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld",
+                        plan->primary.n, (long long)plan->shard_numel);
     }
     const int64_t total = plan->primary.n * plan->shard_numel;
     flat_param->shard = Py_NewRef(spec->shard);

@@ -206,9 +206,7 @@ note_opaque(fp_unit *unit, PyObject *output, int found)
                                             unit->reason, Py_TYPE(output)->tp_name);
     PyObject *text = opaque == NULL ? NULL : fp_as_text(opaque);
     Py_XDECREF(opaque);
-    if (text == NULL) {
-        return -1;
-    }
+    FP_NEED(text);
     Py_XSETREF(unit->opaque, text);
     return 0;
 }
@@ -281,9 +279,7 @@ fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
     }
     if (unit->root == NULL || !fp_root_in_backward(unit->root) || unit->pending == 0) { /* else it was counted */
         const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->backwards);
-        if (hooked < 0) {
-            return NULL;
-        }
+        FP_TRY_NULL(hooked);
         unit->pending += hooked;
     }
     Py_RETURN_NONE;

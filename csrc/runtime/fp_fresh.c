@@ -217,13 +217,12 @@ fp_fresh_check_ahead(const fp_unit *unit)
         same = unit->flat_params[k].versions == fp_flat_param_versions(&unit->flat_params[k]);
     }
     if (!same) {
-        PyErr_Format(
+        return fp_raise(
             fp_get_state(PyType_GetModule(Py_TYPE(unit)))->StateError,
             "%U: its parameters were written to in this forward, after it was gathered for its turn, which no "
             "forward before has done. Write to them before the model's forward, or call refresh() of the model "
             "on all ranks before the first forward that does it: then it is gathered after that",
             unit->name);
-        return -1;
     }
     return 0;
 }

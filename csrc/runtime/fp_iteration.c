@@ -17,9 +17,8 @@ int
 fp_iteration_check_joined(const fp_unit *unit)
 {
     if (unit->root == NULL) {
-        PyErr_Format(PyExc_RuntimeError, "%U has joined no model yet: call the wrapped module, not its parts",
-                     unit->name);
-        return -1;
+        return fp_raise(PyExc_RuntimeError, "%U has joined no model yet: call the wrapped module, not its parts",
+                        unit->name);
     }
     return 0;
 }
@@ -41,14 +40,13 @@ fp_iteration_check_thread(const fp_unit *unit)
     if (!fp_iteration_is_elsewhere(unit->root)) {
         return 0;
     }
-    PyErr_Format(
+    return fp_raise(
         PyExc_RuntimeError,
         unit->root->phase == FP_PHASE_CLOSED
             ? "%U: the model is being recovered, or refreshed: a forward or backward may begin after that"
             : "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
               "reductions of two would come in another order on each rank",
         unit->name);
-    return -1;
 }
 
 /* Write the unit's state after event to *next. -1 with RuntimeError if this thread, or the table, does not allow it. */
@@ -186,9 +184,7 @@ fp_iteration_recover(fp_root *root)
 {
     PyObject *units =
         fp_unit_list_copy(&root->units); /* dropping gradients may run code of the user, which may free units */
-    if (units == NULL) {
-        return -1;
-    }
+    FP_NEED(units);
     const int in_backward = fp_root_in_backward(root);
     PyObject *first = NULL; /* owned */
     root->phase = FP_PHASE_CLOSED;

@@ -221,9 +221,7 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
             }
         }
         Py_DECREF(unit);
-        if (status < 0) {
-            return -1;
-        }
+        FP_TRY(status);
     }
     return 0;
 }

@@ -32,9 +32,7 @@ start_halves(fp_unit *unit)
         return 0;
     }
     const int together = halves > 1 ? fp_unit_begin_together(unit, FP_JOIN_REPLICAS) : 0;
-    if (together < 0) {
-        return -1;
-    }
+    FP_TRY(together);
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_awaits_replicas(flat_param->flat)) {
@@ -130,9 +128,7 @@ fp_reduction_start_packed(fp_unit *unit)
         return 0;
     }
     const int together = packed == 1 ? 0 : fp_unit_begin_together(unit, FP_JOIN_REDUCTIONS);
-    if (together < 0) {
-        return -1;
-    }
+    FP_TRY(together);
     int status = 0;
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];

@@ -30,9 +30,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         }
     }
     fp_root *root = (fp_root *)type->tp_alloc(type, 0);
-    if (root == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(root);
     root->collectives = Py_NewRef(collectives);
     root->watched = Py_NewRef(watched);
     root->find_tensors = Py_NewRef(find_tensors);
@@ -133,8 +131,7 @@ static int
 check_block(PyObject *block)
 {
     if (!PyList_Check(block)) {
-        PyErr_Format(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(block)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(block)->tp_name);
     }
     return 0;
 }
@@ -149,9 +146,7 @@ root_begin_no_sync(fp_root *root, PyObject *block)
         Py_RETURN_NONE;
     }
     PyObject *resets = PyLong_FromLongLong(root->resets);
-    if (resets == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(resets);
     const int status = PyList_Append(block, resets);
     Py_DECREF(resets);
     root->blocks += status == 0;

@@ -42,8 +42,8 @@ note(trace_object *self, uint64_t event, int new_pass)
             PyErr_NoMemory();
             return -1;
         default:
-            PyErr_Format(PyExc_ValueError, "expected an event below TRACE_MISSED, got %llu", (unsigned long long)event);
-            return -1;
+            return fp_raise(PyExc_ValueError, "expected an event below TRACE_MISSED, got %llu",
+                            (unsigned long long)event);
     }
     int64_t first;
     uint64_t digest;
@@ -69,9 +69,7 @@ trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     trace_object *self = (trace_object *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(self);
     self->agree = Py_NewRef(agree);
     self->waiting = Py_NewRef(waiting_function);
     self->failed = Py_NewRef(failed);
@@ -199,9 +197,7 @@ static PyObject *
 trace_join(trace_object *self, PyObject *object)
 {
     fp_trace *other = fp_trace_of(object);
-    if (other == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(other);
     return fp_trace_join(self->trace, other) == FP_OK ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
@@ -215,16 +211,12 @@ static int
 set_trace_broken(trace_object *self, PyObject *value, void *ignored)
 {
     if (value == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "broken cannot be deleted");
-        return -1;
+        return fp_raise(PyExc_AttributeError, "broken cannot be deleted");
     }
-    const long broken = PyLong_AsLong(value);
-    if (broken == -1 && PyErr_Occurred()) {
-        return -1;
-    }
+    int64_t broken;
+    FP_TRY(fp_as_int64(value, &broken));
     if (broken < FP_TRACE_WHOLE || broken > FP_TRACE_LOST) {
-        PyErr_Format(PyExc_ValueError, "expected 0, TRACE_BROKEN or TRACE_LOST, got %ld", broken);
-        return -1;
+        return fp_raise(PyExc_ValueError, "expected 0, TRACE_BROKEN or TRACE_LOST, got %lld", (long long)broken);
     }
     fp_trace_set_broken(self->trace, (fp_trace_state)broken);
     return 0;
@@ -379,9 +371,7 @@ model_trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:ModelTrace", keywords, &trace)) {
         return NULL;
     }
-    if (fp_trace_of(trace) == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(fp_trace_of(trace));
     model_trace_object *self = (model_trace_object *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->trace = (trace_object *)Py_NewRef(trace);

@@ -18,9 +18,7 @@ fp_unit_list_reserve(fp_unit_list *list, Py_ssize_t room)
         return 0;
     }
     fp_unit **items = fp_new_array(room, sizeof *items);
-    if (items == NULL) {
-        return -1;
-    }
+    FP_NEED(items);
     for (Py_ssize_t i = 0; i < list->n; i++) {
         items[i] = list->items[i];
     }
@@ -58,9 +56,7 @@ fp_unit_list_copy(const fp_unit_list *list)
     PyObject *units = NULL;
     while (units == NULL || PyTuple_GET_SIZE(units) != list->n) { /* the allocation may collect units */
         Py_XSETREF(units, PyTuple_New(list->n));
-        if (units == NULL) {
-            return NULL;
-        }
+        FP_NEED_NULL(units);
     }
     for (Py_ssize_t s = 0; s < list->n; s++) {
         PyTuple_SET_ITEM(units, s, Py_NewRef(list->items[s]));
@@ -72,8 +68,7 @@ int
 fp_unit_check_idle(const fp_unit *unit, const char *what)
 {
     if (fp_unit_is_in_forward(unit) || (unit->root != NULL && fp_root_in_backward(unit->root))) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot %s in the middle of a pass", unit->name, what);
-        return -1;
+        return fp_raise(PyExc_RuntimeError, "%U cannot %s in the middle of a pass", unit->name, what);
     }
     return 0;
 }
@@ -97,9 +92,7 @@ for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_s
         return 0;
     }
     fp_flat_buffer **flats = fp_new_array(unit->n_flat_params, sizeof *flats);
-    if (flats == NULL) {
-        return -1;
-    }
+    FP_NEED(flats);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         flats[k] = unit->flat_params[k].flat;
     }
@@ -151,6 +144,5 @@ fp_unit_next(const fp_unit *unit, const fp_state_table *table, unsigned state, u
         return 0;
     }
     fp_state_message(table, state, event, text, sizeof text);
-    PyErr_Format(PyExc_RuntimeError, "%U: %s", unit->name, text);
-    return -1;
+    return fp_raise(PyExc_RuntimeError, "%U: %s", unit->name, text);
 }

@@ -32,9 +32,7 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     fp_unit *unit = (fp_unit *)type->tp_alloc(type, 0);
-    if (unit == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(unit);
     PyObject_GC_UnTrack(unit); /* the garbage collector must not see it before it is complete */
     unit->name = fp_as_text(name);
     unit->on_param_replaced = Py_NewRef(moved);
@@ -248,14 +246,11 @@ unit_lie_in(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = part_of(unit, "lie_in", args, nargs, 4);
     int registered;
-    if (flat_param == NULL || fp_as_bool(args[3], &registered) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_as_bool(args[3], &registered));
     PyObject *given = args[1] == Py_None && flat_param->params != NULL ? flat_param->params : args[1];
     PyObject *tensors = fp_as_tuple(given, flat_param->attributes.n, "tensors"); /* owned */
-    if (tensors == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(tensors);
     PyObject *const *values = fp_items(tensors);
     int same = fp_torch_lie_in(values, flat_param->geometry, args[2]);
     if (same && registered) {
@@ -271,9 +266,8 @@ unit_adopt(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = part_of(unit, "adopt", args, nargs, 3);
     int64_t i;
-    if (flat_param == NULL || fp_as_int64(args[1], &i) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_as_int64(args[1], &i));
     return fp_none_unless(fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]));
 }
 
@@ -350,9 +344,8 @@ unit_note_user_edits(fp_unit *unit, PyObject *argument)
     int drops_zeros;
     FP_TRY_NULL(fp_as_bool(argument, &drops_zeros));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name, drops_zeros) < 0) {
-            return NULL;
-        }
+        FP_NEED_NULL(name);
+        FP_TRY_NULL(fp_flat_param_sync_shown_grads(&unit->flat_params[k], name, drops_zeros));
     }
     return unit_any(unit, &ask_unreduced);
 }
@@ -526,14 +519,12 @@ static int
 unit_set_text(PyObject *self, PyObject *text, void *closure)
 {
     if (text == NULL || !PyUnicode_Check(text)) {
-        PyErr_Format(PyExc_TypeError, "expected the %s to be a str, got %.200s",
-                     (intptr_t)closure == NAME ? "name" : "reason", text == NULL ? "nothing" : Py_TYPE(text)->tp_name);
-        return -1;
+        return fp_raise(PyExc_TypeError, "expected the %s to be a str, got %.200s",
+                        (intptr_t)closure == NAME ? "name" : "reason",
+                        text == NULL ? "nothing" : Py_TYPE(text)->tp_name);
     }
     PyObject *shown = fp_as_text(text);
-    if (shown == NULL) {
-        return -1;
-    }
+    FP_NEED(shown);
     Py_SETREF(*(PyObject **)((char *)self + (intptr_t)closure), shown);
     return 0;
 }
@@ -618,10 +609,8 @@ not_steppable(PyObject *module, PyObject *ignored)
 static PyObject *
 count_registration_hooks(PyObject *module, PyObject *object)
 {
-    const long more = PyLong_AsLong(object);
-    if (more == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
+    int64_t more;
+    FP_TRY_NULL(fp_as_int64(object, &more));
     fp_attributes_own_hooks += more;
     Py_RETURN_NONE;
 }

@@ -22,9 +22,8 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
 {
     const char *name = PyUnicode_AsUTF8(unit->name);
     int shown, any = 0;
-    if (name == NULL || fp_as_bool(argument, &shown) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(name);
+    FP_TRY_NULL(fp_as_bool(argument, &shown));
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         int status = 0;
@@ -34,9 +33,7 @@ fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
         else if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat)) {
             status = fp_flat_param_show_accumulated(flat_param, name);
         }
-        if (status < 0) {
-            return NULL;
-        }
+        FP_TRY_NULL(status);
         any = any || fp_flat_buffer_has_accumulated(flat_param->flat);
     }
     return PyBool_FromLong(any);
@@ -48,18 +45,16 @@ static int
 check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
 {
     if (!PyTuple_Check(frozen_share) || PyTuple_GET_SIZE(frozen_share) != flat_param->owners.n) {
-        PyErr_Format(PyExc_ValueError, "%U: expected frozen_share to have a tuple of %zd bools for each flat parameter",
-                     unit->name, flat_param->owners.n);
-        return -1;
+        return fp_raise(PyExc_ValueError,
+                        "%U: expected frozen_share to have a tuple of %zd bools for each flat parameter", unit->name,
+                        flat_param->owners.n);
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(frozen_share); i++) {
         int is_share;
         FP_TRY(fp_as_bool(PyTuple_GET_ITEM(frozen_share, i), &is_share));
     }
     const char *name = PyUnicode_AsUTF8(unit->name);
-    if (name == NULL) {
-        return -1;
-    }
+    FP_NEED(name);
     return accumulated == Py_None
                ? 0
                : fp_flat_buffer_check_accumulated(flat_param->flat, flat_param->shard, accumulated, name);

@@ -91,18 +91,13 @@ fp_by_hand_gather(fp_unit *unit, PyObject *argument)
     fp_flat_param *flat_param = driven(unit);
     const char *reason = PyUnicode_AsUTF8(unit->reason);
     int refresh;
-    if (flat_param == NULL || fp_as_bool(argument, &refresh) < 0) {
-        return NULL;
-    }
-    if (fp_iteration_look_for_replaced(unit->root) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_as_bool(argument, &refresh));
+    FP_TRY_NULL(fp_iteration_look_for_replaced(unit->root));
     FP_TRY_NULL(fp_unshard_check_memory(unit));
     const int64_t versions = refresh ? fp_flat_param_versions(flat_param) : 0;
     const int renewed = refresh ? fp_flat_buffer_renew(flat_param->flat, reason) : 0;
-    if (renewed < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(renewed);
     if (renewed) {
         Py_CLEAR(flat_param->views);
     }
@@ -111,9 +106,7 @@ fp_by_hand_gather(fp_unit *unit, PyObject *argument)
     const int status = fp_flat_buffer_gather(flat_param->flat, flat_param->shard, views, fp_unit_collectives(unit),
                                              changed, refresh, 0, reason);
     flat_param->gathered = status >= 0;
-    if (status < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(status);
     if (refresh) {
         flat_param->versions = versions;
     }
@@ -138,9 +131,8 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = driven(unit);
     int may_replace;
-    if (flat_param == NULL || fp_read_args("show_views", args, nargs, "Ob", &may_replace) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_read_args("show_views", args, nargs, "Ob", &may_replace));
     if (!PyList_Check(args[0])) {
         return PyErr_Format(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(args[0])->tp_name);
     }
@@ -150,12 +142,8 @@ fp_by_hand_show_views(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
     if (may_replace && fp_flat_buffer_has_hooks(flat_param->flat)) { /* else later backwards would call them, too */
         Py_CLEAR(flat_param->views);
     }
-    if (status < 0) {
-        return NULL;
-    }
-    if (fp_unshard_make_views(unit, 0) < 0) {
-        return NULL;
-    }
+    FP_TRY_NULL(status);
+    FP_TRY_NULL(fp_unshard_make_views(unit, 0));
     FP_TRY_NULL(fp_flat_param_show_views(flat_param));
     PyObject *views = flat_param->views;
     const Py_ssize_t n = PyList_GET_SIZE(args[0]);
@@ -168,9 +156,8 @@ fp_by_hand_show_params(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = driven(unit);
     int moves;
-    if (flat_param == NULL || fp_read_args("show_params", args, nargs, "Ob", &moves) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_read_args("show_params", args, nargs, "Ob", &moves));
     const int is_whole = args[0] != Py_None;
     PyObject *source = is_whole ? args[0] : flat_param->shard;
     FP_TRY_NULL(fp_attributes_check(source, 0));
@@ -195,9 +182,7 @@ PyObject *
 fp_by_hand_cut(fp_unit *unit, PyObject *ignored)
 {
     fp_flat_param *flat_param = driven(unit);
-    if (flat_param == NULL) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
     FP_TRY_NULL(fp_flat_buffer_cut_secondary_shard(flat_param->flat));
     return fp_flat_buffer_secondary_shard(flat_param->flat);
 }
@@ -248,9 +233,7 @@ show_sum(fp_flat_param *flat_param, PyObject *sum, const char *name)
 {
     FP_TRY(fp_attributes_check(sum, 0));
     PyObject *shown = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    if (shown == NULL) {
-        return -1;
-    }
+    FP_NEED(shown);
     const int is_same = shown == Py_None ? 0 : fp_torch_same_storage(shown, sum);
     Py_DECREF(shown);
     FP_TRY(is_same);
@@ -279,12 +262,9 @@ fp_by_hand_add_reduced(fp_unit *unit, PyObject *tensor)
 {
     fp_flat_param *flat_param = driven(unit);
     const fp_reduced reduced = {.tensor = tensor, .divisor = 1.0, .dtype = -1};
-    if (flat_param == NULL || fp_attributes_check(tensor, 0) < 0) {
-        return NULL;
-    }
-    if (fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
-        return NULL;
-    }
+    FP_NEED_NULL(flat_param);
+    FP_TRY_NULL(fp_attributes_check(tensor, 0));
+    FP_TRY_NULL(fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name)));
     FP_TRY_NULL(fp_flat_param_add_reduced(flat_param, &reduced, NULL));
     return fp_none_unless(show_reduced(flat_param));
 }

@@ -32,9 +32,8 @@ static int
 make_views(fp_unit *unit, Py_ssize_t index, int made)
 {
     fp_flat_param *flat_param = &unit->flat_params[index];
-    if (made < 0 || fp_flat_param_take_requires_grad(flat_param, unit->name) < 0) {
-        return -1;
-    }
+    FP_TRY(made);
+    FP_TRY(fp_flat_param_take_requires_grad(flat_param, unit->name));
     const int same = made == 0 && flat_param->views != NULL;
     int untracked = flat_param->leaf == NULL || !fp_param_requires_grad(flat_param->leaf);
     for (Py_ssize_t i = 0; flat_param->leaf == NULL && i < flat_param->owners.n; i++) {
@@ -44,11 +43,11 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         return 0;
     }
     if (!untracked && fp_flat_buffer_has_full_precision(flat_param->flat) && fp_param_is_low(flat_param->shard)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
-                     "their gradients would be added in it: build those that are to train in torch.float32",
-                     unit->name);
-        return -1;
+        return fp_raise(
+            PyExc_ValueError,
+            "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
+            "their gradients would be added in it: build those that are to train in torch.float32",
+            unit->name);
     }
     PyObject *views = PyTuple_New(flat_param->attributes.n); /* its items are set at once */
     if (views == NULL || fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, flat_param->leaf,
@@ -91,9 +90,7 @@ fp_unshard_sync_user_writes(fp_unit *unit)
         fp_flat_param *flat_param = &unit->flat_params[k];
         const int taken = fp_flat_param_take_written(flat_param, unit->name);
         const Py_ssize_t moved = taken < 0 ? -1 : fp_flat_param_find_moved(flat_param);
-        if (moved < 0) {
-            return -1;
-        }
+        FP_TRY(moved);
         written = written || taken;
         any = any || moved < flat_param->attributes.n;
     }
@@ -108,9 +105,8 @@ static int
 refuse_moved(const fp_unit *unit, const fp_flat_param *flat_param, Py_ssize_t i, const char *what)
 {
     PyObject *type = fp_get_state(PyType_GetModule(Py_TYPE(unit)))->StateError;
-    PyErr_Format(type, "%U: parameter `%U` of a %.200s %s", unit->name, flat_param->attributes.items[i].name,
-                 Py_TYPE(flat_param->attributes.items[i].module)->tp_name, what);
-    return -1;
+    return fp_raise(type, "%U: parameter `%U` of a %.200s %s", unit->name, flat_param->attributes.items[i].name,
+                    Py_TYPE(flat_param->attributes.items[i].module)->tp_name, what);
 }
 
 int
@@ -120,16 +116,12 @@ fp_unshard_take_written_in_forward(fp_unit *unit)
         fp_flat_param *flat_param = &unit->flat_params[k];
         const int64_t versions = fp_flat_param_versions(flat_param);
         const int written = fp_flat_param_take_written(flat_param, unit->name);
-        if (written < 0) {
-            return -1;
-        }
+        FP_TRY(written);
         if (written) {
             flat_param->versions += fp_flat_param_versions(flat_param) - versions;
         }
         const Py_ssize_t other = fp_flat_param_find_other(flat_param);
-        if (other < 0) {
-            return -1;
-        }
+        FP_TRY(other);
         if (other < flat_param->attributes.n) {
             if (fp_flat_param_show(flat_param, 1) == 0) {
                 refuse_moved(unit, flat_param, other,
@@ -157,9 +149,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
         }
         const Py_ssize_t in_views = fp_flat_buffer_moved_view(flat_param->flat, fp_items(flat_param->views));
         const Py_ssize_t moved = in_views >= 0 ? in_views : fp_flat_param_find_moved(flat_param);
-        if (moved < 0) {
-            return -1;
-        }
+        FP_TRY(moved);
         if (moved < flat_param->attributes.n) {
             return refuse_moved(unit, flat_param, moved,
                                 "was replaced, or given other data, between forward and backward, which has to come to "
@@ -232,9 +222,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         const int from_shards =
             fp_flat_buffer_gather(flat_param->flat, flat_param->shard, fp_items(flat_param->views),
                                   fp_unit_collectives(unit), changed, refresh, goes_on, freed_reason(unit));
-        if (from_shards < 0) {
-            return -1;
-        }
+        FP_TRY(from_shards);
         if (from_shards) {
             flat_param->synced = versions;
             flat_param->synced_steps = fp_optimizer_steps;
@@ -395,9 +383,7 @@ start_together(fp_unit *const *group, Py_ssize_t n)
         n_flats += group[i]->n_flat_params;
     }
     fp_flat_buffer **flats = fp_new_array(n_flats, sizeof *flats);
-    if (flats == NULL) {
-        return -1;
-    }
+    FP_NEED(flats);
     n_flats = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         for (Py_ssize_t k = 0; k < group[i]->n_flat_params; k++) {
@@ -441,9 +427,7 @@ int
 fp_unshard_make_full(fp_unit *unit)
 {
     const int fresh = fp_fresh_is_of_now(unit);
-    if (fresh < 0) {
-        return -1;
-    }
+    FP_TRY(fresh);
     const int is_ahead = fresh && unit->state == FP_UNIT_GATHERING && !fp_root_in_backward(unit->root) &&
                          !fp_unit_has_secondary_shard(unit);
     if (is_ahead && fp_unit_is_sharded(unit)) {

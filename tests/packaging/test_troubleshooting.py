@@ -34,9 +34,7 @@ CALLS |= {
 OF_COMMANDS = {"advise", "commands", "inspect"}  # their messages name the option that was given wrong
 C_FILES = sorted((ROOT / "csrc").rglob("*.[ch]*"))
 C_STRING = r'"(?:[^"\\\n]|\\.)*"'
-C_CALLS = (
-    r"\b(PyErr_Format|PyErr_SetString|TORCH_\w*CHECK\w*|TORCH_WARN\w*|fp_fail|gone|refuse_moved|refuse_gradient)\("
-)
+C_CALLS = r"\b(PyErr_(Format|SetString)|TORCH_\w*CHECK\w*|TORCH_WARN\w*|fp_(raise|fail)|gone|refuse_(moved|gradient))\("
 
 
 def words(node):
