@@ -1,7 +1,5 @@
 """``python -m flatparam COMMAND``: each command is a module with ``main(arguments) -> exit status``."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -7,8 +7,6 @@ So its bits are those of torch's fused step over flat tensors, the runs. Paramet
 wrongly are stepped as torch does by default (``_C.runs`` finds them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

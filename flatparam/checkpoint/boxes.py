@@ -3,8 +3,6 @@
 Arithmetic only: no file is opened here. A box has the tensor's dimensions; elements in a box are row-major.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from operator import mul

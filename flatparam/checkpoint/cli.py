@@ -1,7 +1,5 @@
 """``python -m flatparam checkpoint``: show, verify or export a checkpoint, without a model and without processes."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -3,8 +3,6 @@
 The command line and loads use ``open_source``.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

@@ -5,8 +5,6 @@ layout can load it. ``.grad`` may show the accumulated gradient while a deferred
 takes both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

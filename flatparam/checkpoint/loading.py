@@ -8,8 +8,6 @@
 | commit: read into shards, states and gradients | each rank | loaded in part, and the error says so |
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import closing

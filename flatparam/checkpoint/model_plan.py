@@ -4,8 +4,6 @@
 when they read. No collective calls.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ code on stand-ins (`shown.py`), which have shapes and no values, and finds out w
 without such code is not run. No collective calls: each rank runs it alone, and the checkpoint compares the results.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 commit: nothing is written into the optimizers. No collective calls.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Saves and loads share this view. It reads optimizers; only ``set_state`` changes one. No collective calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

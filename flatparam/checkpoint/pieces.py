@@ -3,8 +3,6 @@
 Replicas share the writing: each element is written by one rank. Nothing is communicated: the placement decides.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

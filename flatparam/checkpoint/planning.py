@@ -4,8 +4,6 @@ The plan follows from the layout. No collective call, and nothing is written. `s
 tensors in the plan are views of the model's memory, so a save in the background copies them first.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

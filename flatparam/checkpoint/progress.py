@@ -1,7 +1,5 @@
 """Progress bars and summaries of saves, loads and exports."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

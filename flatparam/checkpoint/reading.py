@@ -4,8 +4,6 @@
 source belongs to one thread. This knows no models and no ranks of the current run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib

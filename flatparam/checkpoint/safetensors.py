@@ -4,8 +4,6 @@ Plan and check on each rank (`model_plan.py`), agree over the units' groups by a
 without values is read into directly, and blanked again if the load fails.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import nullcontext

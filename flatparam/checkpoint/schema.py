@@ -1,7 +1,5 @@
 """The types and ranges of all values in a checkpoint's JSON. After ``misfit`` no code checks types again."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ They avoid a gather. Code that names, moves or copies a parameter works on them;
 `modules.py` calls this. Everything is undone at the end of the blocks, also after an exception.
 """
 
-from __future__ import annotations
-
 import collections
 import sys
 from collections.abc import Callable, Iterable, Iterator

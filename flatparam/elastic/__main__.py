@@ -7,8 +7,6 @@ nothing with them but a connection to the job's store. So a new process starts a
 before.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -14,8 +14,6 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 | ``done`` | a rank, or the launcher of one that has ended with status 0 | the job has ended well |
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

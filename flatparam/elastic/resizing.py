@@ -10,8 +10,6 @@
 The old shards stay in memory until the commit.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ parities and use it:
 | to the end of the run | the boxes, each at a multiple of 16 bytes |
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -5,8 +5,6 @@ source of that load: a file of it is the memory of a rank. It owns the small ten
 model's memory (``resizing.py``), or of a snapshot (``training.py``).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ LayerZero's handle call this module. It receives a unit in words (``Described``)
 modules. It also makes the gloo group over which ranks exchange flags on the host, for ``placement.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

@@ -6,8 +6,6 @@ that makes some alone changes no other id. The collective trace puts ids into ev
 parameter through two protocols, ``Numbered`` and ``Shared``, and holds both weakly.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import weakref

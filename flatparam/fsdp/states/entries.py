@@ -4,8 +4,6 @@
 with other ranks. A ``prefix`` is the path of the unit's inner module in the state dict, with a dot at its end.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

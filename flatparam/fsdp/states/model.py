@@ -5,8 +5,6 @@ it. Entries are made in `entries.py`, rows in `rows.py`. A load copies the shard
 compares with the other ranks (`loading.py`): after a failure on any rank all ranks restore the copies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -8,8 +8,6 @@ with one element for each element of the parameter has the parameter's shape. Ot
 the optimizer has them. Parameters without state are left out.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

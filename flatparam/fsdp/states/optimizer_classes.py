@@ -4,8 +4,6 @@ Loading Adam's state into SGD would train wrong in silence. Old states do not na
 settings and keys. Optimizer loads and checkpoints call it; it knows no ranks and no tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any

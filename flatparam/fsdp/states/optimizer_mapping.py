@@ -16,8 +16,6 @@ which all ranks have alike: all ranks raise, or all come to the same fetches. A 
 `optimizer.py` calls this. The optimizers are not changed.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping

@@ -6,8 +6,6 @@ ranks fewer or none. They are a ``DTensor`` if the unit was made with a device m
 extension; such a tensor may be whole for this unit's ranks (``is_whole``).
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

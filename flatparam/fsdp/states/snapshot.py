@@ -4,8 +4,6 @@
 code for loading may change any attribute, so attributes are copied too. No collective call.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

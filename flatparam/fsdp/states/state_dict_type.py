@@ -1,7 +1,5 @@
 """Choose the form of state dicts for all units under a module: from now on, or in a block. Nothing is saved here."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -3,8 +3,6 @@
 All functions for optimizer states start from a ``Table``. Each call makes a new one, as parameters may change.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -6,8 +6,6 @@ tensors have one shape for all parameters, or if their last or second last dimen
 This knows no ranks. `optimizer_mapping.py` and checkpoints call it.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Iterable, Mapping

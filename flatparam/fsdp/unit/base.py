@@ -4,8 +4,6 @@ Functions in ``states`` and ``wrapper`` take a ``Wrapper``; ``FullyShardedDataPa
 constructor sets the attributes. This file does not know the forward or state dicts. It issues no collective.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

@@ -4,8 +4,6 @@ State dicts, checkpoints and loads iterate over ``local_params_of`` and need to 
 parameter, issues no collective, and knows no format of states.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ Owns the tables parameter -> unit and module -> unit, and the set of all units o
 A unit is known by the protocol ``Owner``, so ``unit.py`` can import this file. The C core calls ``_why_sharded``.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol

@@ -5,8 +5,6 @@ False as for any missing name. ``torch_names.py`` calls this file.
 Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py``, ``_flat_param.py``, ``_init_utils.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...common.torch_private import TorchsFSDP, torch_flat_param

@@ -3,8 +3,6 @@
 The constructor calls these functions before it builds the unit, and ``warn_of_padding`` after.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ move shards off the device while it does other work. ``torch_names.py`` calls ``
 calls ``choose_dtype``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
