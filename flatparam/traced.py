@@ -216,9 +216,7 @@ class TracedUnit(nn.Module):
 
     def _whole(self) -> list[Tensor]:
         """Every parameter, in its own precision. A collective call."""
-        if self.flat_param is None:
-            return []
-        return self._cut(self.flat_param.detach().full_tensor())
+        return [] if self.flat_param is None else self._cut(self.flat_param.detach().full_tensor())
 
     def _part_of(self, params: list[Tensor]) -> Tensor:
         """This rank's shard of the flat parameter that whole ``params`` make."""

@@ -4,8 +4,6 @@ A load must not combine adapters with another base. The index keeps name, dtype 
 sum over samples of its values. The sum does not depend on how ranks shard the parameter. Saves and loads call this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,9 +26,7 @@ Base = Mapping[str, list[Any]]  # name -> [dtype, shape, sum over the samples as
 
 def is_trained(held: LocalParam, named: Named | None) -> bool:
     """Whether ``held`` is saved: a buffer, a parameter that requires grad, or one that an optimizer keeps state for."""
-    if held.is_buffer or held.owner.requires_grad:
-        return True
-    return named is not None and bool(named.state_of(held.owner))
+    return held.is_buffer or held.owner.requires_grad or (named is not None and bool(named.state_of(held.owner)))
 
 
 def description(held: LocalParam) -> list[Any]:

@@ -136,9 +136,7 @@ def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def _span(tensor: Tensor) -> int:
     """Return ``span_of`` a tensor, which may be empty."""
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return tensor.numel()
-    return span_of(tensor.shape, tensor.stride())
+    return tensor.numel() if tensor.is_contiguous() or tensor.numel() == 0 else span_of(tensor.shape, tensor.stride())
 
 
 def _elements(tensor: Tensor) -> Tensor:
@@ -200,9 +198,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether both use one storage. Two freed storages count as one, as in torch's ``_same_storage``."""
-    if _C.is_plain_tensor(a) and _C.is_plain_tensor(b):
-        return _C.same_storage(a, b)
-    return bool(_same_storage(a, b))
+    return _C.same_storage(a, b) if _C.is_plain_tensor(a) and _C.is_plain_tensor(b) else bool(_same_storage(a, b))
 
 
 def is_at(value: Tensor, place: Tensor) -> bool:

@@ -105,9 +105,7 @@ def _differences() -> list[str]:
 
 def _function(value: Any) -> Any:
     """Return the function inside a property, a static method or a class method; else ``value``."""
-    if isinstance(value, property):
-        return value.fget
-    return getattr(value, "__func__", value)
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
 def _missing_parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:

@@ -46,9 +46,7 @@ _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.
 
 def training_state(handle: Handle) -> HandleTrainingState:
     """The state that was set last; IDLE if it was set in a backward that an exception has ended."""
-    if handle._is_of_backward and task_of_autograd() == -1:
-        return _IDLE
-    return handle._state
+    return _IDLE if handle._is_of_backward and task_of_autograd() == -1 else handle._state
 
 
 def set_training_state(handle: Handle, state: HandleTrainingState) -> None:

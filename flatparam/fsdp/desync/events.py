@@ -150,9 +150,7 @@ def _trained_by_one(ids: UnitIds, one: CollectiveEvent, other: CollectiveEvent) 
 
 def _call(post: CollectiveEvent) -> str:
     """Return the call that issues the collective, as a user writes it."""
-    if _kind(post) == _C.EVENT_EXCHANGES:
-        return _EXCHANGES[_number(post)].call
-    return _CALLS.get(_kind(post), _STEP)
+    return _EXCHANGES[_number(post)].call if _kind(post) == _C.EVENT_EXCHANGES else _CALLS.get(_kind(post), _STEP)
 
 
 def _kind(post: CollectiveEvent) -> int:

@@ -43,9 +43,7 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_blank(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has the values that ``blank`` writes."""
-    if _has_nan(tensor.dtype):
-        return bool(tensor.isnan().all())
-    return not tensor.reshape(-1).view(torch.uint8).any()
+    return bool(tensor.isnan().all()) if _has_nan(tensor.dtype) else not tensor.reshape(-1).view(torch.uint8).any()
 
 
 def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:

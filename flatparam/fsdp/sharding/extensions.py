@@ -206,6 +206,4 @@ def dress_all(kept: Sequence[Kept | None], views: tuple[Tensor, ...]) -> None:
 
 def local_state(tensor: Tensor, extensions: Sequence[FSDPExtensions]) -> Tensor:
     """Return the plain tensor with this rank's values of a parameter or buffer, detached."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach()
-    return flattened(tensor, extensions)[0].detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else flattened(tensor, extensions)[0].detach()

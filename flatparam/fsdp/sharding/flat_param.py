@@ -4,8 +4,6 @@
 dicts, summons and clipping read and write the shard through it. It does not know its unit or the modules' forwards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -351,6 +349,4 @@ def describe_group(group: dist.ProcessGroup | None, host: dist.ProcessGroup | No
 
     ``host``: a gloo group with the same ranks, for flags on the host.
     """
-    if group is None:
-        return None
-    return group, name_in_cpp(group), None if host is None else name_in_cpp(host)
+    return None if group is None else (group, name_in_cpp(group), None if host is None else name_in_cpp(host))

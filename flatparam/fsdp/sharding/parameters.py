@@ -87,9 +87,7 @@ def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequen
 
 def keeps_rows(shape: Sequence[int], stride: Sequence[int], block: int) -> bool:
     """Whether blocks of ``block`` elements are whole rows, so that a piece can have the parameter's dimensions."""
-    if block >= math.prod(shape):
-        return True
-    return has_rows(shape, stride) and block % max(1, row_numel(shape)) == 0
+    return block >= math.prod(shape) or (has_rows(shape, stride) and block % max(1, row_numel(shape)) == 0)
 
 
 def alignment_of(shard_alignment: int | None, dtypes: Sequence[torch.dtype], use_orig_params: bool) -> int:
