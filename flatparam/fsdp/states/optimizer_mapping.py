@@ -18,7 +18,7 @@ which all ranks have alike: all ranks raise, or all come to the same fetches. A 
 
 import copy
 import pickle
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,13 @@ def unsharded_state(
     result: dict[str, Any] = {"state": _states(table, held, sink)}
     if sink is None:
         return {}
-    result["state"] |= _others(table, state, keyed, "the optimizer has state under {!r}, which is of no parameter")
+    for key, value in state.items():
+        if key not in keyed:
+            warn_user(
+                f"the optimizer has state under {key!r}, which is of no parameter of the model: it is copied as it is",
+                table.compared,
+            )
+            result["state"][key] = value
     if "param_groups" in given:
         result["param_groups"] = [
             {**settings_of_group(group), "params": [param.name for one in members for param in one.params]}
@@ -252,17 +258,14 @@ def cut(
             if owner_of[param] in cut_state:
                 _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
     result["state"] |= {key: cut_state[one] for one, key in keys.items() if one in cut_state}
-    others = full.get("state", {})
-    result["state"] |= _others(table, others, table.by_name, "the optimizer's state has {!r}, which is no parameter")
+    for key, value in full.get("state", {}).items():
+        if key not in table.by_name:
+            warn_user(
+                f"the optimizer's state has {key!r}, which is no parameter of the model: it is copied as it is",
+                table.compared,
+            )
+            result["state"][key] = value
     return result
-
-
-def _others(table: Table, state: Mapping[Any, Any], known: Container[Any], told: str) -> dict[Any, Any]:
-    """Return the entries of ``state`` that are not ``known``, and warn of each: ``told`` takes its key."""
-    found = {key: value for key, value in state.items() if key not in known}
-    for key in found:
-        warn_user(f"{told.format(key)} of the model: it is copied as it is", table.compared)
-    return found
 
 
 def told_of_missing(group: Iterable[tuple[SteppedParam, bool]]) -> str | None:
