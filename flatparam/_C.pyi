@@ -8,8 +8,7 @@ from types import CodeType
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, TypeVar, final
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self, disjoint_base
 
 _T = TypeVar("_T")

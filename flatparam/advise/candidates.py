@@ -3,10 +3,9 @@
 ``cli.py`` asks for them. Models are on the meta device. No process group is needed.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -208,7 +207,7 @@ def _settings(question: Question, wrap: tuple[str, ...]) -> Iterator[Settings]:
     inner = question.inner or sizes
     for name in question.strategies:
         for size in inner if is_grid(SUPPORTED[name]) else [None]:
-            yield dataclasses.replace(question.settings, wrap=wrap, strategy=SUPPORTED[name], shard_size=size)
+            yield replace(question.settings, wrap=wrap, strategy=SUPPORTED[name], shard_size=size)
 
 
 def _micro_batches(

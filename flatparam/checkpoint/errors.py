@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.nn as nn
+from torch import nn
 
 from ..fsdp.errors import CheckpointError, ModelTypeError
 from ..fsdp.names import listed, printable

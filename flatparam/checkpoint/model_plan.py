@@ -8,8 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.tensors import rounds
 from ..fsdp.names import bare_names

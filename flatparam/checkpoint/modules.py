@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..fsdp.names import bare_names, clean_tensor_name, join, without_wrappers
 from ..fsdp.states.loading import may_become

@@ -6,8 +6,7 @@ Replicas share the writing: each element is written by one rank. Nothing is comm
 from dataclasses import dataclass
 
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.tensors import refuse_freed
 from ..fsdp.names import bare_names

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.layout import Box
 from ..common.tensors import bytes_of, refuse_freed

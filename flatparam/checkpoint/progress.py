@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn as nn
+from torch import nn
 
 try:
     from tqdm import tqdm

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import come_back, note_meeting

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.torch_private import _IncompatibleKeys
 from ..fsdp.names import bare_names

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from .._version import __version__
 from ..common.patches import FOR_GOOD, note

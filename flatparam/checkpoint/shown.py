@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.torch_private import _pytree

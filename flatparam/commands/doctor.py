@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from flatparam import _C
 from flatparam._version import __version__

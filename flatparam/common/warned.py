@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from .. import _C
 

@@ -6,17 +6,15 @@ torch's names as methods. torch's runtime calls these, in the thread of the forw
 attributes and methods that have torch's names, so code of ours calls them through the handle, never by the function.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from ..common import optimizers
@@ -57,7 +55,7 @@ RESHARD = (  # reshards in one call
 def unseen(method: Method) -> Method:
     """Hide ``method`` from selective activation checkpoints: they must run it again, and keep none of its results."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _C.unseen_by_checkpoints(method, *args, **kwargs)
 

@@ -15,8 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..common.patches import flat_params_live, names_of

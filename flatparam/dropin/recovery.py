@@ -24,7 +24,7 @@ gathered, does not cause a gather: a warning says so.
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from .. import _C
 from ..common.tensors import is_allocated, same_storage

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 from ..common.torch_private import HandleTrainingState, TorchsFSDP, TrainingState, _register_flat_param
 from .base import Handle

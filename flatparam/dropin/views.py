@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from ..common.torch_private import (

@@ -20,8 +20,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from ..common.tensors import has_memory, refuse_freed, same_storage

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.loading import Loading

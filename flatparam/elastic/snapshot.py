@@ -17,8 +17,7 @@ import pickle
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import Part

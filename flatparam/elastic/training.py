@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from .. import _C
 from ..checkpoint.errors import CheckpointError

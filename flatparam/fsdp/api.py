@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch.nn as nn
+from torch import nn
 
 from ..common.torch_private import TorchsFSDP
 

@@ -6,7 +6,7 @@ All rooms of ``fsdp`` use it. It knows no unit: it recognizes wrappers by the pa
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn as nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..common.torch_private import _p_assert

@@ -3,14 +3,13 @@
 ``inspect`` and ``advise`` use it. Modules are on the meta device. No process group is needed.
 """
 
-import dataclasses
 import functools
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +266,7 @@ def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, Memory
     for name, strategy in SUPPORTED.items():
         size = settings.shard_size if is_grid(strategy) else None
         if size is not None or not is_grid(strategy):
-            other = dataclasses.replace(settings, strategy=strategy, shard_size=size)
+            other = replace(settings, strategy=strategy, shard_size=size)
             found[name] = plan_of(units_of(module, other), other)
     return found
 
@@ -331,7 +330,7 @@ def _with_data(original: ParamInfo) -> ParamInfo:
     param = original.param
     if type(param) is not nn.Parameter or param.layout != torch.strided:
         return original
-    return dataclasses.replace(original, param=nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad))
+    return replace(original, param=nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad))
 
 
 def _segment(originals: list[ParamInfo], options: Options, settings: Settings) -> tuple[Flat, tuple[ParamInfo, ...]]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from .. import _C

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from ..common import optimizers

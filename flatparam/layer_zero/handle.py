@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from ..common.tensors import in_storage_order

@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

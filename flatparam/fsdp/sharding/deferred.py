@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _templates: Any = WeakIdKeyDictionary()  # placeholder -> the meta parameter that it stands for

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 

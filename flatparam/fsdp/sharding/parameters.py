@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy

@@ -5,12 +5,11 @@
 a machine, the outer groups) and knows no parameter.
 """
 
-import dataclasses
 import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -216,7 +215,7 @@ class Placement:
         """
         if not self.can_be_stale or self.optim is None or device is None or device.type == "cpu":
             return self
-        return dataclasses.replace(self, host=host_group(self.optim))
+        return replace(self, host=host_group(self.optim))
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
 
 from ..desync.checked_collectives import check_exchanges, gather_objects
 from ..desync.events import SetupCollective

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.tensors import refuse_freed
 from ..sharding.flat_param import FlatParam

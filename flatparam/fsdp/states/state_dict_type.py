@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-import torch.nn as nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..sharding.flat_param import FlatParam
 from ..unit.local_params import LocalParam, UnitParam, local_params_of, unit_paths

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ... import _C

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.dense import Dense
 from ...common.tensors import is_dense, refuse_freed

@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _C

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C

@@ -7,8 +7,7 @@ import threading
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import _C
 from .registry import all_units, units_live

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
 from ...common.torch_private import leave_out_of_graphs

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.torch_private import TorchsFSDP
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import record_function

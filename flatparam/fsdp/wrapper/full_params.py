@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.warned import warn_user
 from ..desync.checked_collectives import telling

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictType
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...common.tensors import same_storage
 from ...common.torch_private import FSDPExtensions

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_package
 import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
-import torch.nn as nn
+from torch import nn
 
 from ...common.patches import Lifetime, names_of
 from ...common.torch_private import TorchsFSDP, torch_traversal

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 from ...common.torch_private import HandleShardingStrategy, HandleTrainingState, torch_flat_param
 from ..api import TrainingState

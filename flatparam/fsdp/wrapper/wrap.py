@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch.nn as nn
+from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsModuleWrapPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
