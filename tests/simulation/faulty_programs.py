@@ -9,9 +9,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp.desync import checked_collectives
+from flatparam.fsdp.desync import checked_collectives, torch_collectives
 from flatparam.fsdp.desync.events import SetupCollective
-from flatparam.fsdp.desync.liveness import board
 from flatparam.fsdp.errors import OrderError
 
 from .faults import UserError, user_code
@@ -118,7 +117,8 @@ def begin_what_fails(rank, call):
     """Begin a collective that torch refuses at once, as the connection to rank 1, which is killed, is broken."""
     from . import ranks
 
-    board().enter()
+    net = wrapped("FULL_SHARD")
+    net(batch(0, rank)).square().mean().backward()
     if rank == 1:
         ranks.kill(rank)
     time.sleep(1.0)
@@ -128,8 +128,15 @@ def begin_what_fails(rank, call):
 
     if call == "exchange":
         checked_collectives.exchange(SetupCollective.BUILDS, refused, torch.ones(1), group=dist.group.WORLD)
-    else:
+    elif call == "run":
         checked_collectives.run(refused, torch.ones(1), group=dist.group.WORLD)
+    elif call == "state_dict":
+        torch_collectives.WATCHED = ((vars(dist), "all_gather", refused),)  # as if it were torch's
+        torch_collectives._function = lambda kind: refused
+        net.state_dict()
+    else:
+        dist.all_reduce = refused
+        net.clip_grad_norm_(1.0)
 
 
 def scale_a_bare_model(rank):

@@ -15,8 +15,9 @@ Promises:
   `test_who_is_interrupted_at_once_tells_the_others`
 - who is told ends at once: it does not wait for the reading of ranks that have ended on its machine:
   `test_nobody_waits_until_a_lost_rank_has_read`
-- nor where torch refuses to begin a collective of a setup: `test_a_collective_that_cannot_begin_is_explained`; the one
-  of torch's `ShardedGradScaler` is explained, too: `test_a_collective_of_torchs_gradient_scaler_is_explained`
+- nor where torch refuses to begin a collective of a setup, or of units outside of a step:
+  `test_a_collective_that_cannot_begin_is_explained`; the one of torch's `ShardedGradScaler` is explained, too:
+  `test_a_collective_of_torchs_gradient_scaler_is_explained`
 - if the killed rank has the store, the others say so: `test_a_host_that_is_killed_takes_the_store_along`
 - a rank that is late, or stopped for less than the heartbeat, makes nobody raise, and changes no bit:
   `test_a_late_rank_changes_nothing`
@@ -94,7 +95,7 @@ def test_nobody_waits_until_a_lost_rank_has_read(kind, first):
     assert seen > 5
 
 
-@pytest.mark.parametrize("call", ["exchange", "run"])
+@pytest.mark.parametrize("call", ["exchange", "run", "state_dict", "clip_grad_norm_"])
 def test_a_collective_that_cannot_begin_is_explained(call):
     run = simulated(faulty_programs.begin_what_fails, 3, 0, call)
     assert set(run.errors) == {0, 2}, run.story

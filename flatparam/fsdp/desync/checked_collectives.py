@@ -116,8 +116,7 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
     if trace is None:
         run(dist.all_reduce, tensor, op=op, group=group)
     else:
-        trace.core.launch()
-        trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+        trace.run(lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
 STAYS_AWAY = "has not gone on since"  # in texts about ranks that have caught an exception

@@ -41,12 +41,10 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, trace: "
     if trace is None:
         function(output, shard, group=group)
         return
-    trace.core.launch()
     if any(function is known for _, _, known in WATCHED):
-        trace.wait_for_values(function(output, shard, group=group, async_op=True))
+        trace.run_for_values(lambda: function(output, shard, group=group, async_op=True))
     else:
-        function(output, shard, group=group)
-        trace.core.begin()
+        trace.begin(lambda: function(output, shard, group=group))
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:

@@ -43,7 +43,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ from .events import IN_ONE_ORDER, CollectiveEvent, SetupCollective, describe, di
 from .stores import Store
 from .unit_ids import UnitIds, ids_of
 
+_Value = TypeVar("_Value")
 _LOG = logging.getLogger("flatparam")
 _SELDOM = 1.0  # seconds between two looks into the store, at most; looks become rarer in a long wait
 _WATCHING = 0.5  # seconds between two looks of the thread in C
@@ -194,9 +195,12 @@ class GroupTrace:
         except StoreGoneError as error:
             self._end_without_store(error)
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective that has begun; with NCCL let the stream wait. Raises: OrderError if ranks differ."""
-        self.core.begin()
+    def run(self, issue: Callable[[], dist.Work]) -> None:
+        """Begin a recorded collective by ``issue()``, and wait for it; with NCCL let the stream wait.
+
+        Raises: OrderError if ranks differ, or if one that cannot come is the reason why torch does not begin.
+        """
+        work = self.begin(issue)
         board, name = self._board, self._name
         with explaining(self._failed):
             if self.sliced or board is None or name is None:
@@ -204,20 +208,27 @@ class GroupTrace:
             else:
                 board.native.around_wait(name, self._device, work.wait)
 
-    def wait_for_values(self, work: dist.Work) -> None:
-        """Wait for a collective outside of a step, also on the device: an aborted gather must not be saved."""
+    def begin(self, issue: Callable[[], _Value]) -> _Value:
+        """Return ``issue()``, which begins the recorded collective. Raises: as ``run``."""
+        self.core.launch()
+        with explaining(self._failed):
+            begun = issue()
         self.core.begin()
+        return begun
+
+    def run_for_values(self, issue: Callable[[], dist.Work]) -> None:
+        """Do as ``run``, and wait for the device, too: an aborted gather must not be saved."""
         if self.is_by_device:
-            begin = time.monotonic()
+            work, began = self.begin(issue), time.monotonic()
 
             def look() -> None:
                 self.raise_if_closed()
-                self._reach(lambda: self._look_into_store(time.monotonic() - begin, lambda rank: True))
+                self._reach(lambda: self._look_into_store(time.monotonic() - began, lambda rank: True))
 
             with explaining(self._failed):
                 wait_for_device(work, look)
         else:
-            self.wait(work)
+            self.run(issue)
         self.raise_if_closed()
 
     def note_meeting(self, what: SetupCollective) -> None:
