@@ -55,7 +55,6 @@ _CONNECTING = 1.0  # seconds in gloo for a new world, as all members have come; 
 _NOT_COMMITTED = "elastic.start: ranks are lost, and no state is committed yet: start the job again"
 _LOOKING = 0.5  # seconds for a lost rank, if a world cannot be made
 _ATTEMPTS = 3  # worlds of the same members, with no rank known to be lost: the error of the last one passes
-_set_time_out = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in torch 2.15
 Build = Callable[[], tuple[nn.Module, Any]]
 _training = Lifetime("from the start of `flatparam.elastic` to the end of the process")
 _here = threading.local()
@@ -93,6 +92,7 @@ class Session:
         self.generations: list[Generation] = []
         self._world: Callable[[], Any] = lambda: None  # a weak reference to the world that was made last
         self._makes_world = False
+        self._settable = {"gloo", "nccl"}  # backends whose time-out can be set later
         self._group: Any = None  # of the parities; None until its world is made
         self._meetings: dict[str, liveness.Meetings] = {}  # to make process groups, by name
         self._attempts = 0  # of _ATTEMPTS, since a state was committed or a rank was lost; the same on all ranks
@@ -115,6 +115,9 @@ class Session:
         try:
             dist.init_process_group(self._backend, timeout=self._time_out, world_size=size, rank=number, store=store)
             self._world = weakref.ref(world())
+            with contextlib.suppress(RuntimeError):  # a backend refuses
+                world().set_timeout(self._time_out)
+                self._settable |= _backends_in(self._backend)
             if self._has_hook:
                 sys.excepthook = hook
             self._has_hook = True
@@ -143,14 +146,15 @@ class Session:
             look = functools.partial(self._look, timeout.total_seconds())
             meetings = liveness.Meetings(store_of_world(), f"flatparam makes {name}")
             self._meetings.setdefault(name, meetings).meet(ranks, patience=math.inf, look=look)
-        if not _connects(backend):
+        is_wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL  # by a backend with a time-out of its own
+        if is_wrapped or not {"gloo"} <= _backends_in(backend) <= self._settable:
             return make(timeout=timeout)
         # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
         most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
         connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
         made = make(timeout=connecting)
         if isinstance(made[0], dist.ProcessGroup):
-            _set_time_out(timeout, made[0])
+            made[0].set_timeout(timeout)
         return made
 
     def _look(self, most: float, waited: float) -> None:
@@ -434,11 +438,9 @@ def _meeting_first(original: Any, *args: Any, **settings: Any) -> Any:
     return here.make_group(functools.partial(original, **given), *(given[one] for one in names))
 
 
-def _connects(backend: str) -> bool:
-    """Whether gloo connects a group of this ``backend`` when torch makes it, and torch can set its time-out later."""
-    found = dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    names, is_wrapped = set(found.values()), dist.get_debug_level() == dist.DebugLevel.DETAIL
-    return "gloo" in names and names <= {"gloo", "nccl"} and found.keys() <= {"cpu", "cuda"} and not is_wrapped
+def _backends_in(backend: str) -> set[str]:
+    """Return the backends of ``backend``, such as ``cpu:gloo,cuda:nccl``, without the devices."""
+    return set(dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map().values())
 
 
 def _default_backend() -> str:

@@ -84,7 +84,7 @@ def play_alone(server, seed, kind=""):
 
 def command(seed, kind):
     """Return the command that plays the seed again."""
-    return f"python -m tests.simulation {kind and f'--{kind} '}--first {seed} --seeds 1"
+    return f"python -m tests.simulation {''.join(f'--{each} ' for each in kind.split())}--first {seed} --seeds 1"
 
 
 def last_line(error):
@@ -124,20 +124,19 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seeds after that")
     parser.add_argument("--processes", type=int, default=2, help="how many play at a time")
-    parser.add_argument(
-        "--elastic",
-        dest="kind",
-        action="store_const",
-        const="elastic",
-        default="",
-        help="play programs of flatparam.elastic alone",
-    )
-    parser.add_argument(
-        "--device", dest="kind", action="store_const", const="device", help="play programs for devices alone"
-    )
+    for kind, what in (("elastic", "of flatparam.elastic"), ("device", "for devices")):
+        parser.add_argument(
+            f"--{kind}",
+            dest="kinds",
+            action="append_const",
+            const=kind,
+            default=[],
+            help=f"play programs {what} alone; both: programs of flatparam.elastic for devices",
+        )
     parser.add_argument("--shrink", type=int, default=3, help="how many failures to shrink")
     arguments = parser.parse_args()
-    runner = Runner(arguments.first, arguments.seeds, arguments.seconds, arguments.kind)
+    kind = " ".join(sorted(set(arguments.kinds), reverse=True))
+    runner = Runner(arguments.first, arguments.seeds, arguments.seconds, kind)
     runner.run(min(arguments.processes, -(-arguments.seeds // BATCH)))
     took = time.monotonic() - runner.began
     print(
@@ -145,9 +144,9 @@ def main():
         f"{runner.virtual:.1f} virtual seconds, {len(runner.failures)} failures"
     )
     for seed, error in runner.failures:
-        print(f"{command(seed, arguments.kind)}: {last_line(error)}")
+        print(f"{command(seed, kind)}: {last_line(error)}")
     for seed, _ in runner.failures[: arguments.shrink]:
-        shrink(seed, arguments.kind)
+        shrink(seed, kind)
     return 1 if runner.failures else 0
 
 

@@ -13,9 +13,11 @@ void end_process(int rank);
 
 class Backend : public c10d::Backend {
   public:
-    Backend(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Milliseconds timeout)
+    // connects: whether the rank waits here until all have come, and closes its connections at the end, as with gloo. With
+    // NCCL it does neither.
+    Backend(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Milliseconds timeout, bool connects)
         : c10d::Backend(rank, size), all_(universe), store_(store),
-          options_(c10::make_intrusive<Options>("gloo", timeout))
+          options_(c10::make_intrusive<Options>("gloo", timeout)), connects_(connects)
     {
         store->set(std::to_string(rank), std::string("comes")); /* nobody sees by this call that the store is gone */
         const std::string number = std::to_string(store->add("rank " + std::to_string(rank), 1));
@@ -35,7 +37,7 @@ class Backend : public c10d::Backend {
             group_->changed.notify_all();
         }
         store->set(place(rank), std::string("has come"));
-        for (int member = size - 1; member >= 0; member--) {
+        for (int member = connects ? size - 1 : -1; member >= 0; member--) {
             if (!has_come(member)) {
                 try {
                     store->wait({place(member)}, timeout);
@@ -56,7 +58,7 @@ class Backend : public c10d::Backend {
     ~Backend() override
     {
         const std::lock_guard held(all_->lock);
-        if (group_) {
+        if (group_ && connects_) {
             close(*group_, rank_);
         }
     }
@@ -541,6 +543,7 @@ class Backend : public c10d::Backend {
     const std::shared_ptr<Universe> all_;
     const c10::intrusive_ptr<c10d::Store> store_;
     const c10::intrusive_ptr<Options> options_;
+    const bool connects_;
     std::shared_ptr<Group> group_;
 };
 

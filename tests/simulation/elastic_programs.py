@@ -29,11 +29,11 @@ def optimizer_of(module):
     return torch.optim.AdamW(module.parameters(), lr=0.125, foreach=False)
 
 
-def built():
+def built(device=None):
     module = net()
     for i in range(len(module)):
-        module[i] = FSDP(module[i])
-    model = FSDP(module)
+        module[i] = FSDP(module[i], device_id=device)
+    model = FSDP(module, device_id=device)
     return model, optimizer_of(model)
 
 
@@ -41,8 +41,8 @@ def batch(step, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def loss_of(module, step, rank):
-    return module(batch(step, rank)).square().mean()
+def loss_of(module, step, rank, device="cpu"):
+    return module(batch(step, rank).to(device)).square().mean()
 
 
 def change(tensor):
@@ -90,12 +90,13 @@ def happen(session, rank, step, events, folder, most):
             meet(session, what, folder)
 
 
-def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), folder=None, at_begin=()):
+def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), folder=None, at_begin=(), on_device=False):
     """Train on the first ``size`` ranks. A rank after those is a new process.
 
     ``joins``: for each of those its slot, and the second at which it begins; ``events``: step, rank (None: all), and
     what happens to it once, after the optimizer's step, in the order of steps; ``at_begin``: the same before the
-    forward, one of them in each attempt of a step; ``folder``: of checkpoints.
+    forward, one of them in each attempt of a step; ``folder``: of checkpoints; ``on_device``: whether to train on this
+    rank's simulated device.
     Returns: step -> number of ranks and loss of the last attempt; the parameters, None if a rank is lost after the
     training; the scheduler's step and the next random number. None for a process that comes after the end.
     """
@@ -106,9 +107,10 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
         slot, second = joins[rank - size]
         member = f"{slot}.1"
         time.sleep(second)
+    device = torch.device("sim", torch.sim.current_device()) if on_device else torch.device("cpu")
     session = training.Session(store, member, size, redundancy, 1, datetime.timedelta(seconds=60))
     try:
-        model, optimizer = training.begin_session(session, built)
+        model, optimizer = training.begin_session(session, lambda: built(device if on_device else None))
     except SystemExit as error:
         if error.code:
             raise
@@ -121,7 +123,7 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
             happen(session, rank, step, at_begin, folder, 1)
             user_code()
             torch.rand(())
-            loss = loss_of(model, step, elastic.rank())
+            loss = loss_of(model, step, elastic.rank(), device)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -131,9 +133,14 @@ def train(rank, size, redundancy="parity", joins=(), pause=0.05, events=(), fold
             happen(session, rank, step, events, folder, len(events))
     end = (schedule.last_epoch, torch.rand(()).item())
     try:
-        return log, list(model.state_dict().values()), end
+        return log, [value.cpu() for value in model.state_dict().values()], end
     except OrderError:
         return log, None, end
+
+
+def train_on_device(rank, size, at_begin=()):
+    """Train as ``train``, on the simulated device of this rank."""
+    return train(rank, size, at_begin=at_begin, on_device=True)
 
 
 def unsharded(sizes):

@@ -120,8 +120,8 @@ MUTATIONS = (
         (
             (
                 CHECKED,
-                "                _raise_reason(group, look, time.monotonic() - begin)\n",
-                "                look(has_failed=True)\n",
+                "explaining(functools.partial(_raise_reason, group, look or look_of(group), time.monotonic()))\n",
+                "explaining(lambda message: (look or look_of(group))(has_failed=True))\n",
             ),
         ),
         test=f"{LATE}::test_ranks_that_do_not_come_are_named",
@@ -285,7 +285,7 @@ MUTATIONS = (
                 "",
             ),
         ),
-        kind="elastic",
+        test="tests/simulation/test_simulated_elastic.py::test_devices_do_not_wait_for_a_rank_that_has_left",
     ),
     Mutation(
         "names of groups",

@@ -382,8 +382,10 @@ def draw(seed, kind=""):
     """Return the program of ``seed``.
 
     ``kind``: "elastic": one of flatparam.elastic, as each eighth seed has; "device": one for simulated devices, as each
-    sixteenth seed has.
+    sixteenth seed has; "elastic device": both.
     """
+    if kind == "elastic device":
+        return _elastic_on_device(seed)
     if kind == "elastic" or (not kind and seed % 8 == 7):
         return _elastic(seed)
     if kind == "device" or (not kind and seed % 16 == 6):
@@ -459,14 +461,23 @@ def _elastic(seed):
     return program | PLAIN | struck
 
 
+def _elastic_on_device(seed):
+    """Return the program of ``_elastic`` with devices, without what torch lacks for them: see ``_on_device``."""
+    source, program = random.Random(f"elastic device {seed}"), _elastic(seed)
+    _leave_out_what_devices_lack(program)
+    [phase] = program["phases"]
+    if _adam_rounds_otherwise(program):
+        phase["optimizer"] = "SGD"
+    return program | {"device": source.choice(["others", "computing"])}
+
+
 def _on_device(seed):
     """Return a program for ranks with devices, for which torch has no convolution, LSTM, scaler or fused optimizer."""
     source = random.Random(f"device {seed}")
     program, low = _begun(source, seed)
-    for layer in program["layers"]:
-        layer["kind"] = "block" if layer["kind"] in ("convolution", "lstm") else layer["kind"]
-    has_scalar = any(layer["kind"] == "listed" for layer in program["layers"])  # Adam rounds a scalar otherwise there
-    optimizer = source.choice(["SGD"] if has_scalar or _has_unused(program["layers"]) else list(OPTIMIZERS))
+    _leave_out_what_devices_lack(program)
+    only_sgd = _adam_rounds_otherwise(program) or _has_unused(program["layers"])
+    optimizer = source.choice(["SGD"] if only_sgd else list(OPTIMIZERS))
     program["phases"] = [_phase(source, program, low, optimizer, 0)]
     program |= PLAIN | {"device": source.choice(["others", "computing"]), "on_host": source.random() < 0.5}
     if source.random() < 0.5:
@@ -474,6 +485,16 @@ def _on_device(seed):
         if program["host"] != 0:  # the store must stay until the save has ended, if the fault does not strike
             program["host"] = None
     return program
+
+
+def _leave_out_what_devices_lack(program):
+    for layer in program["layers"]:
+        layer["kind"] = "block" if layer["kind"] in ("convolution", "lstm") else layer["kind"]
+
+
+def _adam_rounds_otherwise(program):
+    """Whether a parameter is a scalar, for which kernels of devices and of the host round otherwise."""
+    return any(layer["kind"] == "listed" for layer in program["layers"])
 
 
 def _add(source, program):

@@ -108,7 +108,8 @@ def play(program):
             if not ranks.has_ended(rank):
                 log.end = end
 
-    where = {"faults": [Fault(**each) for each in program["faults"]], "machines": program["machines"]}
+    where = {"faults": [Fault(**each) for each in program["faults"]]}
+    where |= {"machines": program["machines"], "device": program["device"]}
     run = ranks.simulate(live, len(members) + 1, program["seed"], limit=LIMIT, **where)
     told = SimpleNamespace(**process.told(run))
     try:
@@ -153,7 +154,7 @@ def _train(program, phase, store, log, module):
         one.optimizers = optimizers_of(phase["optimizer"], program, one.model)
         return one.model, one.optimizers[0]
 
-    one = _Rank(phase)
+    one = _Rank(phase, program["device"] is not None)
     torch.manual_seed(int(log.member.split(".")[0]))
     try:
         model, optimizer = product.begin_session(session, built)
@@ -172,7 +173,7 @@ def _train(program, phase, store, log, module):
                 user_code()
                 getattr(one, f"_{name}")(*arguments)
             schedule.step()
-            log.steps[session.epoch.number, step] = [*one.outputs, torch.rand(())]
+            log.steps[session.epoch.number, step] = [*(each.cpu() for each in one.outputs), torch.rand(())]
             for when, slot, what in decided["harms"]:
                 if (when, f"{slot}.0") == (step, log.member):
                     _harm(session.generations, what, log)
@@ -180,7 +181,7 @@ def _train(program, phase, store, log, module):
     number = torch.rand(())
     try:
         with FSDP.summon_full_params(model, writeback=False):
-            return {name: param.detach().clone() for name, param in model.named_parameters()}, number
+            return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}, number
     except OrderError:
         return None, number
 
@@ -210,8 +211,8 @@ def _harm(kept, what, log):
 class _Rank(Rank):
     """Does the ops of a step, and keeps the outputs."""
 
-    def __init__(self, phase):
-        self.phase, self.caught, self.outputs = phase, phase["caught"], []
+    def __init__(self, phase, on_device):
+        self.phase, self.caught, self.outputs, self.on_device = phase, phase["caught"], [], on_device
         self.scaler = None
 
     def begin(self, rank):

@@ -88,11 +88,16 @@ class _Gloo(metaclass=_GlooType):
 
     def __new__(cls, store: Any, rank: int, size: int, timeout: datetime.timedelta, **options: Any) -> Any:
         """``options``: of newer torch versions."""
-        return world.Backend(store, rank, size, timeout)
+        return world.Backend(store, rank, size, timeout, True)
 
     @staticmethod
     def create_default_device() -> None:
         """There is a network."""
+
+
+def _connecting_late(*args: Any) -> Any:
+    """Make the host's part of a backend of the device. NCCL does not connect ranks as a group is made."""
+    return world.Backend(*args, False)
 
 
 class _EachRank(UserList):
@@ -232,7 +237,7 @@ def simulate(
     """
     if device is not None:
         rank_here = ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value
-        simulated.use(simulated.build(), device).of_ranks(rank_here, size)
+        simulated.use(simulated.build(), device, _connecting_late).of_ranks(rank_here, size)
     run = Run(size, 0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}

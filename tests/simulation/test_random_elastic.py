@@ -6,7 +6,8 @@ hand, bit for bit: outputs of each step, parameters and random numbers at the en
 Promises:
 - ranks are killed, stopped, late, or raise at random points, also new ones that join, and copies and parities change:
   what is left trains on as the unsharded module, or all raise one error, and only if the state is lost; nobody waits
-  for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`
+  for ever, and copies and process groups of older worlds are gone: `test_random_elastic_programs`; on devices, too,
+  whose communicators nothing but an abort ends: `test_random_elastic_programs_on_devices`
 - a strategy over two groups goes on with groups of another size, where the ranks that are left need one, and has its
   own again when a new process has joined: `test_a_grid_of_ranks_is_cut_anew`
 - ranks that have built models of several numbers of units are told, all alike: `test_other_models_are_told`
@@ -35,6 +36,9 @@ FOUND = {
     2002562: "a rank was stopped as all connected, and those that had connected dropped the others that had not",
     1000907: "a rank was killed in the first build, and the others waited 30 minutes to make a group with it",
     90238: "ranks that were late in a new world, as others were killed, ended the job",
+}
+FOUND_ON_DEVICES = {
+    617: "ranks waited 30 minutes to make a group, in gloo, whose other backend was none of torch's own",
 }
 KILLED = {
     "seed": 1,
@@ -72,6 +76,11 @@ def play_without_copies(program):
 @pytest.mark.parametrize("seeds", [12, pytest.param(25, marks=pytest.mark.thorough)])
 def test_random_elastic_programs(seeds):
     assert play_all(seeds, "elastic") > seeds / 2, "the faults seldom strike"
+
+
+@pytest.mark.parametrize("seeds", [8, pytest.param(40, marks=pytest.mark.thorough)])
+def test_random_elastic_programs_on_devices(seeds):
+    play_all(seeds, "elastic device")
 
 
 def of_grid(strategy):
@@ -121,10 +130,13 @@ def test_other_models_are_told():
     assert str(raised.value).count(f"raises {told}") == 3
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_what_seeds_have_found(seed):
-    ((_, _, _, error),) = ask(training.play_seeds, seed, seed + 1, "elastic")
-    assert error is None, f"{FOUND[seed]}: {error}"
+@pytest.mark.parametrize(
+    ("kind", "seed", "what"),
+    [("elastic", *each) for each in FOUND.items()] + [("elastic device", *each) for each in FOUND_ON_DEVICES.items()],
+)
+def test_what_seeds_have_found(kind, seed, what):
+    ((_, _, _, error),) = ask(training.play_seeds, seed, seed + 1, kind)
+    assert error is None, f"{what}: {error}"
 
 
 @pytest.mark.parametrize(

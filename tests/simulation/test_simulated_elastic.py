@@ -6,6 +6,9 @@ hand, bit for bit: losses, parameters, the scheduler's and the generator's state
 Promises:
 - wherever a rank is killed, also while the world is made, the model is built, or the state moves, the others go on and
   train as the unsharded module: `test_a_killed_rank_changes_no_bit`
+- on devices, too, which wait until the communicator is aborted: `test_a_rank_that_is_killed_on_devices_changes_no_bit`;
+  there a live rank that leaves the world after an error of the transport tells the others, whose devices wait for it:
+  `test_devices_do_not_wait_for_a_rank_that_has_left`
 - the same holds if two are killed; if that was too much for the parities, all others raise one error that names whose
   state is lost: `test_two_killed_ranks_change_no_bit_or_all_are_told`
 - if the world fails and no rank is lost, the others go on from a step whose parities are not whole; a rank that is
@@ -87,6 +90,31 @@ def test_a_killed_rank_changes_no_bit(size, first):
         sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
         seen += sizes[-1] < size
     assert seen > 3, "seldom a rank was killed"
+
+
+@pytest.mark.parametrize("late", ["others", "computing"])
+def test_a_rank_that_is_killed_on_devices_changes_no_bit(late):
+    seen = 0
+    for seed in range(10):
+        chosen = random.Random(seed)
+        size = chosen.choice([2, 3, 4])
+        fault = Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))
+        run = simulated(elastic_programs.train_on_device, size, seed, size, faults=[fault], device=late, limit=300.0)
+        if was_too_early(run):
+            continue
+        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
+        seen += sizes[-1] < size
+    assert seen > 3, "seldom a rank was killed"
+
+
+@pytest.mark.parametrize("late", ["others", "computing"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_devices_do_not_wait_for_a_rank_that_has_left(size, late):
+    run = simulated(
+        elastic_programs.train_on_device, size, 0, size, [(2, 1, "loses a connection")], device=late, limit=300.0
+    )
+    assert agrees_with_the_unsharded_module(run, set(range(size))) == [size] * elastic_programs.UNTIL
+    assert run.seconds < HEARTBEAT, run.story
 
 
 def harmed(size, redundancy, events, folder=None):

@@ -196,8 +196,6 @@ def groups_for(strategy, inner, backend=None):
     for lists in (rows, [list(column) for column in zip(*rows, strict=True)]):
         made = [dist.new_group(each, backend=backend) for each in lists]
         found.append(next(group for group, each in zip(made, lists, strict=True) if rank in each))
-    if backend and strategy == "LAYER_ZERO_NESTED":  # NCCL connects no ranks as a group is made, but the device does
-        return found[0], world, found[1]
     return (found[0], world) if strategy.startswith("LAYER_ZERO") else tuple(found)
 
 

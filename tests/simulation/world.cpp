@@ -160,9 +160,8 @@ PYBIND11_MODULE(_simulated_world, module)
         return c10::make_intrusive<Store>(universe, timeout);
     }));
     py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(module, "Backend")
-        .def(py::init([](const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Milliseconds timeout) {
-                 return c10::make_intrusive<Backend>(store, rank, size, timeout);
-             }),
+        .def(py::init([](const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Milliseconds timeout,
+                         bool connects) { return c10::make_intrusive<Backend>(store, rank, size, timeout, connects); }),
              py::call_guard<py::gil_scoped_release>())
         .def("_set_default_timeout", &Backend::setTimeout)
         .def_property_readonly("options", [](Backend &backend) { return backend.getBackendOptions(); });

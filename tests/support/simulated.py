@@ -62,10 +62,11 @@ def _compile_c(source, library):
     subprocess.run([*compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
 
 
-def use(library, late="others"):
+def use(library, late="others", on_host=None):
     """Have this process use the device; return its module: ``memory()``, ``put_off()``, ...
 
-    ``late``: which streams are, "others" than the one that computes or just the "computing" one.
+    ``late``: which streams are, "others" than the one that computes or just the "computing" one; ``on_host``: as in
+    ``collectives``.
 
     A process that has it has an accelerator for good, so only processes of a test's own should.
     """
@@ -73,7 +74,7 @@ def use(library, late="others"):
     device = load(library)
     torch._register_device_module("sim", _module(device))
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("simulated", collectives(device), devices=["sim"])
+    dist.Backend.register_backend("simulated", collectives(device, on_host), devices=["sim"])
     dist.Backend.backend_capability["fake"].append("sim")  # as it has the devices that torch knows
     device.late(late)
     gloo.checks.append(device.synchronize)  # which tells of memory that was written to after it was freed
@@ -96,11 +97,12 @@ def backend(on_host):
     return "cpu:gloo,sim:simulated" if on_host else "sim:simulated"
 
 
-def collectives(module):
-    """What makes a backend of a module's collectives, which are gloo's in the end."""
+def collectives(module, on_host=None):
+    """What makes a backend of a module's collectives, which are in the end gloo's, or those that ``on_host`` makes."""
 
     def create(store, rank, size, timeout):
-        return module.collectives(dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout))
+        make = on_host or dist.distributed_c10d.ProcessGroupGloo
+        return module.collectives(make(store, rank, size, timeout))
 
     return create
 
