@@ -5,6 +5,7 @@
 #ifndef FLATPARAM_SIMULATION_SCHEDULER_H
 #define FLATPARAM_SIMULATION_SCHEDULER_H
 
+#include "heap.h"
 #include "seams.h"
 
 #include <linux/futex.h>
@@ -28,33 +29,44 @@ static const char *const KIND_NAMES[] = {"runs",    "a semaphore", "a mutex", "a
 
 struct thread {
     _Atomic uint32_t baton; /* futex: 1 while this thread may run */
-    int rank;
-    bool is_first; /* of its rank */
-    bool serves;   /* does the work of all ranks */
+    int rank, home;         /* home: its process, which is 0 if ranks are threads, and else 1 + rank */
+    bool is_first;          /* of its rank */
+    bool serves;            /* does the work of all ranks */
     enum kind kind;
     void *object;     /* that it waits for */
     int64_t deadline; /* virtual time of the end of its wait */
     bool signalled;
+    bool is_there; /* what it waits for, when its process gave up the baton; since then that cannot have changed */
     pthread_t handle;
     void *(*start)(void *);
     void *argument;
     int rounds; /* of the destructors of its thread-local values */
 };
 
-static struct thread threads[THREADS];
-static int n_threads;
-static struct rank {
+struct rank {
     bool ended, interrupted, starved, counts;
     int64_t frozen_until, points;
-} ranks[RANKS];
-static uint64_t generator, digest;
-static int64_t now, limit, steps, looks;
-static int chance, n_first, reason;
+    int process, status;     /* if ranks are processes; status: of waitpid() */
+    int64_t ended_at;        /* virtual time */
+    _Atomic uint32_t buried; /* futex: 1 once its process is gone */
+};
+
+/* The state of a run: pages of its own, which the processes of ranks have in common. */
+static struct {
+    struct thread threads[THREADS];
+    struct rank ranks[RANKS];
+    uint64_t generator, digest;
+    int64_t now, limit, steps, looks;
+    int n_threads, n_first, chance, reason;
+    int current; /* the rank of the thread that has the baton */
+    int holder;  /* and its process */
+    bool is_running, is_forked;
+    _Atomic uint32_t controller; /* futex: 1 once the run is over, or the process of a rank has ended */
+} run __attribute__((aligned(4096))) = {.current = -1};
+
 static void (*at_point)(int rank, int64_t point);
-static int current = -1; /* the rank of the thread that has the baton */
 static void (*at_change)(int from, int to);
-static bool is_running;
-static _Atomic uint32_t controller; /* futex: 1 once the run is over */
+static int home; /* of the threads of this process */
 
 static __thread struct thread *me __attribute__((tls_model("initial-exec")));
 static __thread int spawning __attribute__((tls_model("initial-exec"))) = -1;
@@ -64,7 +76,7 @@ static void
 futex_wait(_Atomic uint32_t *word)
 {
     while (atomic_load(word) == 0) {
-        (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
+        (void)syscall(SYS_futex, word, FUTEX_WAIT, 0, NULL, NULL, 0);
     }
     atomic_store(word, 0);
 }
@@ -73,74 +85,80 @@ static void
 futex_wake(_Atomic uint32_t *word)
 {
     atomic_store(word, 1);
-    (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    (void)syscall(SYS_futex, word, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
 uint64_t
 fp_sim_random(uint64_t n)
 {
-    generator ^= generator >> 12;
-    generator ^= generator << 25;
-    generator ^= generator >> 27;
-    return (generator * 2685821657736338717ULL >> 11) % n;
+    run.generator ^= run.generator >> 12;
+    run.generator ^= run.generator << 25;
+    run.generator ^= run.generator >> 27;
+    return (run.generator * 2685821657736338717ULL >> 11) % n;
 }
 
 static void
 note(uint64_t fact)
 {
-    digest = (digest ^ fact) * 1099511628211ULL;
+    run.digest = (run.digest ^ fact) * 1099511628211ULL;
+}
+
+/* Whether what the thread waits for is there. The memory of another process cannot be read. */
+static bool
+is_there(const struct thread *thread)
+{
+    int value;
+    switch (thread->kind) {
+        case runs:
+            return true;
+        case in_condition:
+            return thread->signalled;
+        case in_join:
+            return ((struct thread *)thread->object)->kind == gone;
+        case in_semaphore:
+        case in_mutex:
+            if (thread->home != home && !is_common(thread->object)) {
+                return thread->is_there;
+            }
+            return thread->kind == in_mutex ? ((pthread_mutex_t *)thread->object)->__data.__lock == 0
+                                            : sem_getvalue(thread->object, &value) == 0 && value > 0;
+        default:
+            return false;
+    }
 }
 
 /* The time from which the thread can run; FOR_EVER: nobody knows. */
 static int64_t
-ready_at(const struct thread *thread)
+ready_at(struct thread *thread)
 {
-    int64_t at = thread->deadline;
-    int value;
-    switch (thread->kind) {
-        case runs:
-            at = now;
-            break;
-        case in_semaphore:
-            at = sem_getvalue(thread->object, &value) == 0 && value > 0 ? now : at;
-            break;
-        case in_mutex:
-            at = ((pthread_mutex_t *)thread->object)->__data.__lock == 0 ? now : at;
-            break;
-        case in_condition:
-            at = thread->signalled ? now : at;
-            break;
-        case in_join:
-            at = ((struct thread *)thread->object)->kind == gone ? now : at;
-            break;
-        case in_sleep:
-            break;
-        default:
-            return FOR_EVER;
+    if (thread->kind == before_begin || thread->kind == gone) {
+        return FOR_EVER;
     }
-    if (thread->kind == in_mutex || thread->kind == in_condition) { /* see fp_sim_freeze() */
+    thread->is_there = is_there(thread);
+    const int64_t at = thread->is_there ? run.now : thread->deadline;
+    if (!run.is_forked && (thread->kind == in_mutex || thread->kind == in_condition)) { /* see fp_sim_freeze() */
         return at;
     }
-    const int64_t frozen = ranks[thread->rank].frozen_until;
-    return ranks[thread->rank].ended || at == FOR_EVER ? FOR_EVER : at > frozen ? at : frozen;
+    const int64_t frozen = run.ranks[thread->rank].frozen_until;
+    return run.ranks[thread->rank].ended || at == FOR_EVER ? FOR_EVER : at > frozen ? at : frozen;
 }
 
 static void
 change_to(int rank)
 {
-    if (rank != current && at_change != NULL) {
-        at_change(current, rank);
+    if (rank != run.current && at_change != NULL) {
+        at_change(run.current, rank);
     }
-    current = rank;
+    run.current = rank;
 }
 
 static void
 stop(int why)
 {
     change_to(-1);
-    reason = why;
-    is_running = false;
-    futex_wake(&controller);
+    run.reason = why;
+    run.is_running = false;
+    futex_wake(&run.controller);
 }
 
 /* Pick the next thread; NULL: the run is over, and the controller goes on. */
@@ -151,32 +169,33 @@ next(void)
         int64_t earliest = FOR_EVER;
         int n = 0;
         static int found[THREADS];
-        for (int i = 0; i < n_threads; i++) {
-            const int64_t at = ready_at(&threads[i]);
-            if (at <= now) {
+        for (int i = 0; i < run.n_threads; i++) {
+            const int64_t at = ready_at(&run.threads[i]);
+            if (at <= run.now) {
                 found[n++] = i;
             }
             earliest = at < earliest ? at : earliest;
         }
-        if (n_first == 0 || n == 0 || steps > STEPS || now > limit) {
-            if (n_first != 0 && n == 0 && earliest != FOR_EVER && earliest <= limit) {
-                now = earliest;
+        if (run.n_first == 0 || n == 0 || run.steps > STEPS || run.now > run.limit) {
+            if (run.n_first != 0 && n == 0 && earliest != FOR_EVER && earliest <= run.limit) {
+                run.now = earliest;
                 continue;
             }
-            stop(n_first == 0           ? FP_SIM_ENDED
-                 : steps > STEPS        ? FP_SIM_TOO_LONG
-                 : now > limit          ? FP_SIM_LATE
+            stop(run.n_first == 0       ? FP_SIM_ENDED
+                 : run.steps > STEPS    ? FP_SIM_TOO_LONG
+                 : run.now > run.limit  ? FP_SIM_LATE
                  : earliest == FOR_EVER ? FP_SIM_STUCK
                                         : FP_SIM_LATE);
             return NULL;
         }
         const int i = found[n == 1 ? 0 : (int)fp_sim_random((uint64_t)n)];
-        steps++;
-        looks = 0;
+        run.steps++;
+        run.looks = 0;
         note((uint64_t)i);
-        note((uint64_t)now);
-        change_to(threads[i].rank);
-        return &threads[i];
+        note((uint64_t)run.now);
+        change_to(run.threads[i].rank);
+        run.holder = run.threads[i].home;
+        return &run.threads[i];
     }
 }
 
@@ -206,22 +225,25 @@ wait_for(enum kind kind, void *object, int64_t deadline)
     me->object = NULL;
 }
 
+static void bury_all(void);
+static void kill_process(int rank);
+
 static bool
 is_simulated(void)
 {
-    return me != NULL && is_running;
+    return me != NULL && run.is_running;
 }
 
 /* Come to a point: a fault may strike, and a thread of a rank that has ended or is frozen stops. */
 static void
 come_to_point(void)
 {
-    struct rank *const rank = &ranks[me->rank];
+    struct rank *const rank = &run.ranks[me->rank];
     if (me->is_first && rank->counts && at_point != NULL) {
         at_point(me->rank, rank->points++);
     }
-    if (rank->ended || rank->frozen_until > now) {
-        wait_for(in_sleep, NULL, now);
+    if (rank->ended || rank->frozen_until > run.now) {
+        wait_for(in_sleep, NULL, run.now);
     }
 }
 
@@ -230,7 +252,7 @@ fp_sim_pause(void)
 {
     if (is_simulated()) {
         come_to_point();
-        if ((int)fp_sim_random(256) < chance) {
+        if ((int)fp_sim_random(256) < run.chance) {
             hand_over();
         }
     }
@@ -239,7 +261,7 @@ fp_sim_pause(void)
 void
 fp_sim_count_points(int rank)
 {
-    ranks[rank].counts = true;
+    run.ranks[rank].counts = true;
 }
 
 void
@@ -251,13 +273,13 @@ fp_sim_at_points(void (*function)(int rank, int64_t point))
 int64_t
 fp_sim_points(int rank)
 {
-    return ranks[rank].points;
+    return run.ranks[rank].points;
 }
 
 void
 fp_sim_starve(int rank)
 {
-    ranks[rank].starved = true;
+    run.ranks[rank].starved = true;
 }
 
 void
@@ -283,43 +305,47 @@ fp_sim_at_change(void (*hook)(int from, int to))
 int64_t
 fp_sim_now(void)
 {
-    return now;
+    return run.now;
 }
 
 uint64_t
 fp_sim_digest(void)
 {
-    return digest;
+    return run.digest;
 }
 
 int64_t
 fp_sim_steps(void)
 {
-    return steps;
+    return run.steps;
 }
 
 int
 fp_sim_process(int rank)
 {
-    return FIRST_PROCESS + rank;
+    return run.is_forked ? run.ranks[rank].process : FIRST_PROCESS + rank;
 }
 
 void
 fp_sim_freeze(int rank, int64_t nanoseconds)
 {
-    ranks[rank].frozen_until = now + nanoseconds;
+    run.ranks[rank].frozen_until = nanoseconds == FOR_EVER ? FOR_EVER : run.now + nanoseconds;
     if (me->rank == rank) {
-        wait_for(in_sleep, NULL, now);
+        wait_for(in_sleep, NULL, run.now);
     }
 }
 
 void
 fp_sim_end(int rank)
 {
-    if (!ranks[rank].ended) {
-        ranks[rank].ended = true;
+    if (run.is_forked) {
+        kill_process(rank);
+        return;
+    }
+    if (!run.ranks[rank].ended) {
+        run.ranks[rank].ended = true;
         note(0x456e6445ULL + (uint64_t)rank);
-        n_first--;
+        run.n_first--;
     }
     if (me != NULL && me->rank == rank) {
         hand_over();
@@ -329,41 +355,41 @@ fp_sim_end(int rank)
 int
 fp_sim_has_ended(int rank)
 {
-    return ranks[rank].ended;
+    return run.ranks[rank].ended;
 }
 
 void
 fp_sim_interrupt(int rank)
 {
-    ranks[rank].interrupted = true;
+    run.ranks[rank].interrupted = true;
 }
 
 const char *
 fp_sim_state(int i)
 {
     static char text[128];
-    if (i < 0 || i >= n_threads) {
+    if (i < 0 || i >= run.n_threads) {
         return NULL;
     }
-    const struct thread *thread = &threads[i];
+    const struct thread *thread = &run.threads[i];
     (void)snprintf(text, sizeof text, "rank %d%s: %s%s%s", thread->rank, thread->is_first ? "" : ", another thread",
-                   KIND_NAMES[thread->kind], ranks[thread->rank].ended ? ", ended" : "",
-                   ranks[thread->rank].frozen_until > now ? ", frozen" : "");
+                   KIND_NAMES[thread->kind], run.ranks[thread->rank].ended ? ", ended" : "",
+                   run.ranks[thread->rank].frozen_until > run.now ? ", frozen" : "");
     return text;
 }
 
 void
 fp_sim_reset(uint64_t seed, int64_t nanoseconds, int switches)
 {
-    memset(ranks, 0, sizeof ranks);
-    n_threads = n_first = 0;
-    generator = seed * 0x9E3779B97F4A7C15ULL + 0x1234567ULL;
-    generator = generator == 0 ? 1 : generator;
-    digest = 14695981039346656037ULL;
-    now = steps = looks = 0;
-    limit = nanoseconds;
-    chance = switches;
-    atomic_store(&controller, 0);
+    memset(run.ranks, 0, sizeof run.ranks);
+    run.n_threads = run.n_first = 0;
+    run.generator = seed * 0x9E3779B97F4A7C15ULL + 0x1234567ULL;
+    run.generator = run.generator == 0 ? 1 : run.generator;
+    run.digest = 14695981039346656037ULL;
+    run.now = run.steps = run.looks = 0;
+    run.limit = nanoseconds;
+    run.chance = switches;
+    atomic_store(&run.controller, 0);
 }
 
 void
@@ -375,16 +401,21 @@ fp_sim_spawn(int rank)
 int
 fp_sim_run(void)
 {
-    is_running = true;
-    for (int i = 0; i < n_threads; i++) {
-        threads[i].kind = threads[i].kind == before_begin ? runs : threads[i].kind;
+    run.is_running = true;
+    for (int i = 0; i < run.n_threads; i++) {
+        run.threads[i].kind = run.threads[i].kind == before_begin ? runs : run.threads[i].kind;
     }
     struct thread *const first = next();
     if (first != NULL) {
         futex_wake(&first->baton);
     }
-    futex_wait(&controller);
-    return reason;
+    while (run.is_running) {
+        futex_wait(&run.controller);
+        if (run.is_forked) {
+            bury_all();
+        }
+    }
+    return run.reason;
 }
 
 /* The last destructor of a thread's values hands over: until then it runs Python's and C++'s own. */
@@ -396,13 +427,13 @@ at_thread_end(void *value)
         (void)pthread_setspecific(at_end, value);
         return;
     }
-    if (!is_running) {
+    if (!run.is_running) {
         return;
     }
     thread->kind = gone;
-    if (thread->is_first && !ranks[thread->rank].ended) {
-        ranks[thread->rank].ended = true;
-        n_first--;
+    if (thread->is_first && !run.ranks[thread->rank].ended) {
+        run.ranks[thread->rank].ended = true;
+        run.n_first--;
     }
     struct thread *const other = next();
     me = NULL;

@@ -4,9 +4,10 @@
  * rank may use the same objects before and after a run. Condition variables alone have no state to take: a signal marks a
  * thread that waits here, and is handed to libc too. */
 #define _GNU_SOURCE
-#include "scheduler.h"
-
 #include <dlfcn.h>
+
+#include "processes.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -31,7 +32,7 @@ pthread_setname_np(pthread_t handle, const char *name)
 {
     REAL(pthread_setname_np)
     int device;
-    if (is_simulated() && sscanf(name, "pt_autograd_%d", &device) == 1) {
+    if (is_simulated() && !run.is_forked && sscanf(name, "pt_autograd_%d", &device) == 1) {
         me->rank = device;
         change_to(device);
     }
@@ -48,12 +49,13 @@ pthread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*star
     }
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     (void)pthread_once(&once, make_key);
-    if (n_threads == THREADS) {
+    if (run.n_threads == THREADS) {
         return EAGAIN;
     }
-    struct thread *const thread = &threads[n_threads];
+    struct thread *const thread = &run.threads[run.n_threads];
     *thread = (struct thread){
         .rank = is_first ? spawning : me->rank,
+        .home = home,
         .is_first = is_first,
         .kind = is_first ? before_begin : runs,
         .start = start,
@@ -63,8 +65,8 @@ pthread_create(pthread_t *handle, const pthread_attr_t *attributes, void *(*star
     const int status = real(handle, attributes, begin, thread);
     if (status == 0) {
         thread->handle = *handle;
-        n_threads++;
-        n_first += is_first;
+        run.n_threads++;
+        run.n_first += is_first;
     }
     return status;
 }
@@ -74,9 +76,10 @@ pthread_join(pthread_t handle, void **value)
 {
     REAL(pthread_join)
     if (is_simulated()) {
-        for (int i = n_threads; i-- > 0;) {
-            if (threads[i].kind != gone && pthread_equal(threads[i].handle, handle)) {
-                wait_for(in_join, &threads[i], FOR_EVER);
+        for (int i = run.n_threads; i-- > 0;) {
+            if (run.threads[i].home == home && run.threads[i].kind != gone &&
+                pthread_equal(run.threads[i].handle, handle)) {
+                wait_for(in_join, &run.threads[i], FOR_EVER);
                 break;
             }
         }
@@ -93,9 +96,9 @@ pthread_join(pthread_t handle, void **value)
 static void
 look(struct timespec *time, int64_t offset)
 {
-    now += ++looks % LOOKS == 0 ? 1000000 : 0;
-    time->tv_sec = offset + now / 1000000000;
-    time->tv_nsec = now % 1000000000;
+    run.now += ++run.looks % LOOKS == 0 ? 1000000 : 0;
+    time->tv_sec = offset + run.now / 1000000000;
+    time->tv_nsec = run.now % 1000000000;
 }
 
 static int64_t
@@ -159,9 +162,9 @@ clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct 
         return real(clock, flags, time, left);
     }
     const int64_t end =
-        (flags & TIMER_ABSTIME) != 0 ? virtual(clock, time) : now + time->tv_sec * 1000000000 + time->tv_nsec;
+        (flags & TIMER_ABSTIME) != 0 ? virtual(clock, time) : run.now + time->tv_sec * 1000000000 + time->tv_nsec;
     come_to_point();
-    wait_for(in_sleep, NULL, end > now ? end : now);
+    wait_for(in_sleep, NULL, end > run.now ? end : run.now);
     return 0;
 }
 
@@ -198,7 +201,7 @@ sched_yield(void)
     if (!is_simulated()) {
         return real();
     }
-    wait_for(in_sleep, NULL, now + 1000);
+    wait_for(in_sleep, NULL, run.now + 1000);
     return 0;
 }
 
@@ -208,7 +211,7 @@ static int
 take(sem_t *semaphore, int64_t deadline)
 {
     while (sem_trywait(semaphore) != 0) {
-        if (deadline <= now) {
+        if (deadline <= run.now) {
             errno = ETIMEDOUT;
             return -1;
         }
@@ -241,24 +244,40 @@ sem_clockwait(sem_t *restrict semaphore, clockid_t clock, const struct timespec 
 
 /* Mutexes and condition variables: the GIL, and those of C++ */
 
+/* Note a mutex that this thread has taken: see heap.h. */
+static int
+taken(const pthread_mutex_t *mutex, int status)
+{
+    shares += status == 0 && is_common(mutex);
+    return status;
+}
+
 static int
 lock(pthread_mutex_t *mutex, int64_t deadline)
 {
     int status;
     while ((status = pthread_mutex_trylock(mutex)) == EBUSY) {
-        if (deadline <= now) {
+        if (deadline <= run.now) {
             return ETIMEDOUT;
         }
         wait_for(in_mutex, mutex, deadline);
     }
-    return status;
+    return taken(mutex, status);
 }
 
 int
 pthread_mutex_lock(pthread_mutex_t *mutex)
 {
     REAL(pthread_mutex_lock)
-    return is_simulated() ? lock(mutex, FOR_EVER) : real(mutex);
+    return is_simulated() ? lock(mutex, FOR_EVER) : taken(mutex, real(mutex));
+}
+
+int
+pthread_mutex_unlock(pthread_mutex_t *mutex)
+{
+    REAL(pthread_mutex_unlock)
+    shares -= is_common(mutex);
+    return real(mutex);
 }
 
 int
@@ -314,9 +333,10 @@ wake(const pthread_cond_t *condition, bool all)
 {
     int n = 0;
     static struct thread *found[THREADS];
-    for (int i = 0; i < n_threads; i++) {
-        struct thread *const thread = &threads[i];
-        if (thread->kind == in_condition && thread->object == condition && !thread->signalled) {
+    for (int i = 0; i < run.n_threads; i++) {
+        struct thread *const thread = &run.threads[i];
+        const bool is_same = thread->object == condition && (thread->home == home || is_common(condition));
+        if (thread->kind == in_condition && is_same && !thread->signalled) {
             found[n++] = thread;
         }
     }
@@ -352,8 +372,12 @@ int
 posix_memalign(void **memory, size_t alignment, size_t size)
 {
     REAL(posix_memalign)
-    if (is_simulated() && me->is_first && !me->serves && ranks[me->rank].starved) {
-        ranks[me->rank].starved = false;
+    if (gives_common() && alignment <= HEAD) {
+        *memory = take_piece(size);
+        return 0;
+    }
+    if (is_simulated() && me->is_first && !me->serves && run.ranks[me->rank].starved) {
+        run.ranks[me->rank].starved = false;
         return ENOMEM;
     }
     return real(memory, alignment, size);
@@ -365,7 +389,7 @@ pid_t
 getpid(void)
 {
     REAL(getpid)
-    return is_simulated() ? fp_sim_process(me->rank) : real();
+    return is_simulated() && !run.is_forked ? fp_sim_process(me->rank) : real();
 }
 
 /* A path that takes the place of path for this thread, or path itself; NULL: there is no such file. */
@@ -379,13 +403,16 @@ placed(const char *path, char *buffer, size_t size)
         (void)snprintf(buffer, size, "%s/machine of %d", getenv("FLATPARAM_SIMULATED_PROC"), me->rank);
         return buffer;
     }
+    if (run.is_forked) {
+        return path;
+    }
     const bool is_own = strcmp(path, "/proc/self/stat") == 0;
     char *end;
     const long process = is_own ? fp_sim_process(me->rank) : strtol(path + 6, &end, 10);
     if (process < FIRST_PROCESS || process >= FIRST_PROCESS + RANKS || (!is_own && strcmp(end, "/stat") != 0)) {
         return path;
     }
-    if (ranks[process - FIRST_PROCESS].ended) {
+    if (run.ranks[process - FIRST_PROCESS].ended) {
         return NULL;
     }
     (void)snprintf(buffer, size, "%s/%ld", getenv("FLATPARAM_SIMULATED_PROC"), process);
@@ -448,8 +475,8 @@ PyErr_CheckSignals(void)
         set_none = (void (*)(void *))dlsym(RTLD_NEXT, "PyErr_SetNone");
         interrupt = (void **)dlsym(RTLD_NEXT, "PyExc_KeyboardInterrupt");
     }
-    if (is_simulated() && me->is_first && ranks[me->rank].interrupted) {
-        ranks[me->rank].interrupted = false;
+    if (is_simulated() && me->is_first && run.ranks[me->rank].interrupted) {
+        run.ranks[me->rank].interrupted = false;
         set_none(*interrupt);
         return -1;
     }

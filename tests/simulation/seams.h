@@ -10,6 +10,8 @@
  * thread of the rank makes, and the thread of torch's autograd for the device with the number of the rank. A rank has a
  * process number of its own, and a place in /proc.
  *
+ * Ranks may be processes instead: see fp_sim_share().
+ *
  * The controller is a thread that belongs to no rank: it calls reset, spawn, run and the functions that read. All others are
  * called by threads of ranks, without the GIL. Nothing here allocates after fp_sim_reset(). */
 #ifndef FLATPARAM_SIMULATION_SEAMS_H
@@ -91,6 +93,37 @@ int64_t fp_sim_steps(void);
 
 /* The process number of a rank. */
 int fp_sim_process(int rank);
+
+/* Ranks that are processes. One thread of all processes runs at a time. The process that forks them is the controller. It calls
+ *
+ *   fp_sim_share()           once, before fp_sim_reset(): the state of the run, and what heap.h says, become common memory
+ *   fp_sim_expect(rank)      before it forks the process of rank, which calls fp_sim_live(rank): that returns when the run has
+ *                            begun, in the rank's first thread
+ *   fp_sim_born(rank, pid)   after that
+ *   fp_sim_run()
+ *
+ * A rank ends when its process is gone; fp_sim_end() kills it. The real process number and /proc are seen. kill() with
+ * SIGKILL, SIGSTOP and SIGCONT acts in virtual time on a rank's process; other signals act in real time. */
+void fp_sim_share(void);
+void fp_sim_expect(int rank);
+void fp_sim_born(int rank, int process);
+void fp_sim_live(int rank);
+
+/* Whether ranks are processes. */
+int fp_sim_is_forked(void);
+
+/* A number of this process: 0 of the controller, or if ranks are threads; 1 + rank. */
+int fp_sim_home(void);
+
+/* Have this thread allocate common memory, as if it had one more common mutex (1), or one less (0). */
+void fp_sim_allocate(int is_common);
+
+/* Call function(rank) when the process of rank is gone, in the controller, before another thread runs. */
+void fp_sim_at_death(void (*function)(int rank));
+
+/* How the process of rank has ended, as waitpid() says it, and when, in virtual nanoseconds. */
+int fp_sim_status(int rank);
+int64_t fp_sim_ended_at(int rank);
 
 /* What thread i waits for, as text in static storage; NULL: there is no thread i. */
 const char *fp_sim_state(int i);

@@ -15,7 +15,7 @@ PYTHONS = [sys.executable, *(f"python3.{minor}" for minor in range(10, 15))]
 
 
 def printed(python, *seeds):
-    seams = build(FOLDER / "seams.c", [FOLDER / "seams.h", FOLDER / "scheduler.h"])
+    seams = build(FOLDER / "seams.c", [FOLDER / f"{name}.h" for name in ("seams", "scheduler", "processes", "heap")])
     environment = {**os.environ, "LD_PRELOAD": str(seams)}
     command = [python, str(FOLDER / "waits.py"), *map(str, seeds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
