@@ -307,11 +307,31 @@ class Backend : public c10d::Backend {
         return sizes.empty() ? whole.tensor_split(size_) : whole.split_with_sizes(sizes);
     }
 
-    c10::intrusive_ptr<Work> work_of(const Key &key, OpType type, const Tensors &outputs, Milliseconds timeout,
-                                     int peer = -1)
+    // Put copies in common memory, which other processes can read and write, in the place of tensors. Under the lock.
+    static void make_common(OpType type, Tensors &inputs, Tensors &outputs)
+    {
+        std::map<const void *, at::Tensor> copies; /* an input may be an output */
+        for (Tensors *tensors : {&inputs, &outputs}) {
+            for (at::Tensor &tensor : *tensors) {
+                at::Tensor &copy = copies[tensor.unsafeGetTensorImpl()];
+                copy = copy.defined() ? copy : copy_of(Work::ignores_strides(type) ? plain(tensor) : tensor);
+                tensor = copy;
+            }
+        }
+    }
+
+    // A work that begins. If ranks are processes, inputs and outputs become common copies.
+    c10::intrusive_ptr<Work> work_of(const Key &key, OpType type, Tensors &inputs, Tensors &outputs,
+                                     Milliseconds timeout, int peer = -1)
     {
         const Milliseconds patience = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+        const Tensors callers = outputs;
+        if (fp_sim_is_forked() != 0) {
+            make_common(type, inputs, outputs);
+        }
         const auto work = c10::make_intrusive<Work>(all_, group_, rank_, key, type, outputs, patience, peer);
+        work->own->outputs = callers;
+        work->own->takes = fp_sim_is_forked() != 0 && type != OpType::SEND;
         if (group_->works.size() > 8 * group_->counts.size()) { /* drop finished works that no rank holds */
             std::erase_if(group_->works,
                           [](const auto &each) { return !each.second->is_pending() && each.second.use_count() == 1; });
@@ -372,9 +392,8 @@ class Backend : public c10d::Backend {
                    : "Cannot use ReduceOp." + found->second + " with non-integral dtype";
     }
 
-    c10::intrusive_ptr<c10d::Work> begin(OpType type, const Tensors &inputs, const Tensors &outputs,
-                                         Milliseconds timeout, int root = 0,
-                                         const c10d::ReduceOp &reduction = c10d::ReduceOp::SUM,
+    c10::intrusive_ptr<c10d::Work> begin(OpType type, Tensors inputs, Tensors outputs, Milliseconds timeout,
+                                         int root = 0, const c10d::ReduceOp &reduction = c10d::ReduceOp::SUM,
                                          const std::function<void()> &at_wait = {})
     {
         const OpType on_wire = type == OpType::REDUCE_SCATTER ? OpType::ALLREDUCE : type;
@@ -382,8 +401,8 @@ class Backend : public c10d::Backend {
         std::unique_lock held(all_->lock);
         expire(*group_);
         const Key key{group_->counts[static_cast<size_t>(rank_)]++, on_wire, root};
-        const auto work = work_of(key, type, outputs, timeout);
-        work->at_wait = at_wait;
+        const auto work = work_of(key, type, inputs, outputs, timeout);
+        work->own->at_wait = at_wait;
         if (const std::string why = refusal(inputs, reduction); !why.empty()) {
             work->fail(why);
         }
@@ -501,8 +520,9 @@ class Backend : public c10d::Backend {
                 throw std::runtime_error(loss(member, rank_));
             }
         }
-        const auto work = work_of({0, type, 0}, type, {tensor}, c10d::kUnsetTimeout, other);
-        const Message mine{tensor, work};
+        Tensors none, tensors{tensor};
+        const auto work = work_of({0, type, 0}, type, none, tensors, c10d::kUnsetTimeout, other);
+        const Message mine{tensors.front(), work};
         std::deque<Message> *waiting = nullptr; /* of the other side */
         if (is_send) {
             for (const int source : {rank_, -1}) {

@@ -1,5 +1,8 @@
 // simulation/universe.hpp -- a Universe is all that the ranks of a run share. Its lock is a std::mutex and each wait one of a
 // std::condition_variable, so seams.c decides who goes on, and when; the files of the world know nothing of threads.
+//
+// If ranks are processes, the Universe is in common memory (heap.h). What is put into it is made under its lock, and is whole in
+// itself: no tensor, and no closure, of one process. Those are in Work::own.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -91,7 +94,7 @@ struct Universe {
     std::map<int, int64_t> disk_points; // so far, by rank
 };
 
-std::shared_ptr<Universe> universe;
+std::shared_ptr<Universe> &universe = *new std::shared_ptr<Universe>; // a process that ends leaves it to the others
 
 // The GIL must not be held by a thread that hands over at its own wish: the others would only wait for it.
 void

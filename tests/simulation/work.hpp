@@ -12,6 +12,31 @@
 
 namespace {
 
+// Frees what belongs to one process of what all have in common: others let it be.
+struct OfProcess {
+    int home = fp_sim_home();
+
+    template <typename Value> void operator()(Value *value) const
+    {
+        if (home == fp_sim_home()) {
+            delete value;
+        }
+    }
+};
+
+// What the process of a work's rank alone may touch.
+struct Own {
+    Tensors outputs;    // the caller's
+    bool takes = false; // what comes is in common memory, and to be written to them
+    // Here, since it counts the references to its type, which each process has for itself
+    c10::intrusive_ptr<c10::ivalue::Future> future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    std::function<void()> at_wait; // writes the output
+};
+
+at::Tensor plain(const at::Tensor &tensor);
+void write_into(const at::Tensor &to, const at::Tensor &from);
+
 // A collective, or a message, of one rank. The lock of the universe protects all of it.
 //
 // What sends, receives, or reduces and scatters says nothing of its end before wait(), and its time runs from there (of a
@@ -21,8 +46,7 @@ class Work : public c10d::Work {
     Work(std::shared_ptr<Universe> all, std::shared_ptr<Group> group, int rank, Key key, OpType type, Tensors outputs,
          Milliseconds timeout, int peer)
         : c10d::Work(rank, type), timeout(timeout), rank(rank), peer(peer), type(type), key(std::move(key)),
-          all_(std::move(all)), group_(std::move(group)), outputs_(std::move(outputs)), serial_(group_->begun++),
-          future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get())))
+          all_(std::move(all)), group_(std::move(group)), outputs_(std::move(outputs)), serial_(group_->begun++)
     {
         if (!is_message()) {
             set_deadline(timeout);
@@ -34,6 +58,7 @@ class Work : public c10d::Work {
         pause();
         const std::lock_guard held(all_->lock);
         bring_up_to_date();
+        take();
         return says_nothing() ? is_message() && was_awaited_ : has_ended_;
     }
 
@@ -66,12 +91,13 @@ class Work : public c10d::Work {
                 group_->changed.wait_until(held, std::min(last, ends_at_.value_or(group_->first_deadline)));
             }
             was_awaited_ = !error_;
+            take();
         }
         if (error_) {
             std::rethrow_exception(error_);
         }
-        if (at_wait) {
-            at_wait();
+        if (own->at_wait) {
+            own->at_wait();
         }
         return true;
     }
@@ -85,7 +111,7 @@ class Work : public c10d::Work {
 
     Tensors result() override
     {
-        return says_nothing() ? c10d::Work::result() : outputs_;
+        return says_nothing() ? c10d::Work::result() : own->outputs;
     }
 
     uint64_t getSequencenumber() const override
@@ -95,7 +121,7 @@ class Work : public c10d::Work {
 
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override
     {
-        return says_nothing() ? c10d::Work::getFuture() : future_;
+        return says_nothing() ? c10d::Work::getFuture() : own->future;
     }
 
     // It has ended well; this rank sees that in a while, the later the more bytes there are.
@@ -158,6 +184,12 @@ class Work : public c10d::Work {
         return type == OpType::BROADCAST || type == OpType::GATHER || type == OpType::SCATTER;
     }
 
+    // gloo reads and writes as much memory as the tensors have elements.
+    static bool ignores_strides(OpType type)
+    {
+        return type == OpType::ALLREDUCE || type == OpType::REDUCE || type == OpType::BROADCAST;
+    }
+
     int root() const
     {
         return std::get<2>(key);
@@ -172,8 +204,8 @@ class Work : public c10d::Work {
     const OpType type;
     const Key key;
     Clock::time_point deadline = Clock::time_point::max();
-    int source = -1;               // of a message that has come
-    std::function<void()> at_wait; // writes the output
+    int source = -1; // of a message that has come
+    const std::unique_ptr<Own, OfProcess> own{new Own};
 
   private:
     bool says_nothing() const
@@ -191,12 +223,28 @@ class Work : public c10d::Work {
     void end()
     {
         has_ended_ = true;
+        if (own.get_deleter().home == fp_sim_home()) {
+            take();
+        }
+    }
+
+    // Its own process sees that it has ended.
+    void take()
+    {
+        if (!has_ended_ || own->future->completed()) {
+            return;
+        }
         if (error_) {
-            future_->setError(error_);
+            own->future->setError(error_);
+            return;
         }
-        else {
-            future_->markCompleted(c10::IValue(outputs_));
+        if (own->takes) {
+            const at::AutoDispatchBelowADInplaceOrView below;
+            for (size_t i = 0; i < outputs_.size(); i++) {
+                write_into(ignores_strides(type) ? plain(own->outputs[i]) : own->outputs[i], outputs_[i]);
+            }
         }
+        own->future->markCompleted(c10::IValue(own->outputs));
     }
 
     void bring_up_to_date();
@@ -205,7 +253,6 @@ class Work : public c10d::Work {
     const std::shared_ptr<Group> group_;
     const Tensors outputs_;
     const uint64_t serial_;
-    const c10::intrusive_ptr<c10::ivalue::Future> future_;
     Milliseconds patience_{};
     std::optional<Clock::time_point> ends_at_; // set once all ranks have come
     bool has_ended_ = false, was_awaited_ = false;

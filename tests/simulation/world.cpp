@@ -1,5 +1,5 @@
 // simulation/world.cpp -- the module _simulated_world: a c10d store and a c10d backend for ranks that are threads of one
-// process, and the faults that strike them. test_conformance_simulated.py compares both with TCPStore and gloo.
+// process, or processes, and the faults that strike them. test_conformance_simulated.py compares both with TCPStore and gloo.
 #include <pybind11/chrono.h>
 
 #include "backend.hpp"
@@ -75,7 +75,9 @@ strike(int rank, int64_t point)
 bool
 strike_disk(int rank, bool takes_room, int file, const void *data, size_t size)
 {
+    std::unique_lock held(universe->lock);
     const int64_t point = universe->disk_points[rank]++;
+    held.unlock();
     for (Fault &fault : universe->faults) {
         if (fault.rank != rank || fault.kind < FILL || fault.point > point || fault.struck >= 0) {
             continue;
@@ -126,6 +128,9 @@ PYBIND11_MODULE(_simulated_world, module)
     module.def(
         "reset",
         [](int64_t longest, int host, const std::vector<std::tuple<int, int, int64_t, int64_t>> &faults) {
+            if (fp_sim_is_forked() != 0) {
+                fp_sim_allocate(1);
+            }
             universe = std::make_shared<Universe>();
             universe->longest = longest;
             universe->host = host;
@@ -134,6 +139,11 @@ PYBIND11_MODULE(_simulated_world, module)
             }
             fp_sim_at_points(&strike);
             fp_sim_at_disk(&strike_disk);
+            if (fp_sim_is_forked() != 0) {
+                fp_sim_allocate(0);
+                fp_sim_at_death(&end_process);
+                return;
+            }
             randomness.clear();
             fp_sim_at_change(change_randomness);
         },
@@ -150,7 +160,12 @@ PYBIND11_MODULE(_simulated_world, module)
         },
         "The virtual time at which each fault has struck; -1: it has not.");
     module.def(
-        "disk_points", [](int rank) { return universe->disk_points[rank]; }, "Points of the disk of rank so far.");
+        "disk_points",
+        [](int rank) {
+            const std::lock_guard held(universe->lock);
+            return universe->disk_points[rank];
+        },
+        "Points of the disk of rank so far.");
     module.def("end_process", &end_process, py::call_guard<py::gil_scoped_release>(),
                "Close all connections of rank; if it is the host, the store is gone, too.");
     module.def(
