@@ -102,7 +102,7 @@ def shrink(seed, kind=""):
 
     def error_of(program):
         try:
-            server.ask(*request(training.play, program))
+            server.ask(*request(training.play, program, kind == "forked"))
         except process.SimulatedError as error:
             return last_line(str(error))
         return None
@@ -124,18 +124,19 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seeds after that")
     parser.add_argument("--processes", type=int, default=2, help="how many play at a time")
-    for kind, what in (("elastic", "of flatparam.elastic"), ("device", "for devices")):
+    for kind, what in (
+        ("elastic", "programs of flatparam.elastic alone"),
+        ("device", "programs for devices alone; with --elastic those of flatparam.elastic for devices"),
+        ("forked", "programs of training alone, on ranks that are processes"),
+    ):
         parser.add_argument(
-            f"--{kind}",
-            dest="kinds",
-            action="append_const",
-            const=kind,
-            default=[],
-            help=f"play programs {what} alone; both: programs of flatparam.elastic for devices",
+            f"--{kind}", dest="kinds", action="append_const", const=kind, default=[], help=f"play {what}"
         )
     parser.add_argument("--shrink", type=int, default=3, help="how many failures to shrink")
     arguments = parser.parse_args()
     kind = " ".join(sorted(set(arguments.kinds), reverse=True))
+    if "forked" in kind and kind != "forked":
+        parser.error("ranks that are processes have no device, and play no programs of flatparam.elastic")
     runner = Runner(arguments.first, arguments.seeds, arguments.seconds, kind)
     runner.run(min(arguments.processes, -(-arguments.seeds // BATCH)))
     took = time.monotonic() - runner.began

@@ -35,7 +35,8 @@ class SimulatedError(AssertionError):
 def simulated(program: Any, size: int, seed: int = 0, *args: Any, **options: Any) -> Any:
     """Run ``program(rank, *args)``, a function of a module, on ``size`` simulated ranks; return what ``Run`` has.
 
-    Errors of ranks come back as ``(class name, text)``. Args: ``options``: of ``ranks.simulate``.
+    Errors of ranks come back as ``(class name, text)``. Args: ``options``: of ``ranks.simulate``; with ``forked=True``
+    each rank is a process, see forked.py.
     Raises: SimulatedError if the process died.
     """
     module = program.__module__
@@ -63,7 +64,7 @@ class _Server:
         folder = root / FOLDER.relative_to(ROOT)
         self._first = [str(root / "tests" / "support"), str(root)] if root != ROOT else []
         self._proc = tempfile.TemporaryDirectory(prefix="flatparam-proc")
-        in_c = [folder / name for name in ("seams.h", "scheduler.h", "disk.h")]
+        in_c = [folder / name for name in ("seams.h", "scheduler.h", "processes.h", "heap.h", "disk.h")]
         preloaded = [build(folder / source, in_c) for source in ("seams.c", "disk.c")]
         library = build(folder / "world.cpp", [*in_c, *sorted(folder.glob("*.hpp"))])
         here, there = Pipe()
@@ -170,11 +171,12 @@ def _answer(module: str, name: str, args: Any) -> tuple[str, Any]:
 
 
 def _run(module: str, name: str, size: int, seed: int, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-    from . import ranks
+    from . import forked, ranks
 
     warnings.simplefilter("ignore")
     program = getattr(importlib.import_module(module), name)
-    return told(ranks.simulate(lambda rank: program(rank, *args), size, seed, **options))
+    simulate = forked.simulate if options.pop("forked", False) else ranks.simulate
+    return told(simulate(lambda rank: program(rank, *args), size, seed, **options))
 
 
 def told(run: Any) -> dict[str, Any]:
@@ -208,7 +210,7 @@ if __name__ == "__main__":
         importlib.import_module(each)
     torch.set_num_threads(1)
     _load(sys.argv[2])
-    importlib.import_module("tests.simulation.ranks")
+    importlib.import_module("tests.simulation.forked")
     gc.collect()
     gc.freeze()
     _serve(Connection(int(sys.argv[1])))

@@ -382,7 +382,7 @@ def draw(seed, kind=""):
     """Return the program of ``seed``.
 
     ``kind``: "elastic": one of flatparam.elastic, as each eighth seed has; "device": one for simulated devices, as each
-    sixteenth seed has; "elastic device": both.
+    sixteenth seed has; "elastic device": both; another text: one of training on the host, for each seed.
     """
     if kind == "elastic device":
         return _elastic_on_device(seed)

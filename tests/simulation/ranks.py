@@ -190,6 +190,8 @@ class Run:
     points: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # of seams, user code and disk, by rank
     stacks: str = ""  # of all ranks, if the run did not end
     calls: tuple[int, int] = (0, 0)  # to the store, and their bytes
+    statuses: dict[int, int] = field(default_factory=dict)  # of ranks that are processes, as subprocess has them
+    outputs: dict[int, str] = field(default_factory=dict)  # and what they have printed
 
     def story(self) -> str:
         """Return which fault struck whom, what each rank raised, and when."""
@@ -241,12 +243,7 @@ def simulate(
     run = Run(size, 0, 0.0, 0, 0)
     native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}
-    for rank in range(size):
-        process = seams.fp_sim_process(rank)
-        stat = f"{process} (rank) S 1 " + "0 " * 17 + f"{100 + rank} 0"  # the 22nd field: the start of the process
-        proc = Path(os.environ["FLATPARAM_SIMULATED_PROC"])
-        (proc / str(process)).write_text(stat)
-        (proc / f"machine of {rank}").write_text(f"{rank if machines else 0}\n")
+    write_places(size, machines)
     world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
     seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
     threads: dict[int, int] = {}
@@ -272,6 +269,16 @@ def simulate(
         if struck >= 0:
             run.struck[fault] = struck / SECOND
     return run
+
+
+def write_places(size: int, machines: bool) -> None:
+    """Write what each rank finds in /proc. ``machines``: each rank has a machine of its own."""
+    proc = Path(os.environ["FLATPARAM_SIMULATED_PROC"])
+    for rank in range(size):
+        process = seams.fp_sim_process(rank)
+        stat = f"{process} (rank) S 1 " + "0 " * 17 + f"{100 + rank} 0"  # the 22nd field: the start of the process
+        (proc / str(process)).write_text(stat)
+        (proc / f"machine of {rank}").write_text(f"{rank if machines else 0}\n")
 
 
 def kill(rank: int) -> None:

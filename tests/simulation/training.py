@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import mmap
 import os
 import pickle
 import tempfile
@@ -59,12 +60,26 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 ENDS = {"is killed", "raises in user code", "has fewer batches"}  # kinds of faults that end the process at once
 
 
-def play(program):
+class _Caught:
+    """Errors that ranks have caught alone: whether there are any. All ranks know it, also if they are processes."""
+
+    def __init__(self):
+        self._page = mmap.mmap(-1, 1)
+
+    def append(self, error):
+        self._page[0] = 1
+
+    def __bool__(self):
+        return self._page[0] != 0
+
+
+def play(program, forked=False):
     """Play all phases; return (virtual seconds, digests, the faults that have struck as texts).
 
-    Raises: the first error of a rank, or of a check.
+    ``forked``: each rank is a process. Raises: the first error of a rank, or of a check.
     """
-    from . import random_elastic, ranks  # which need the libraries of the simulation, and this module
+    from . import forked as processes  # which need the libraries of the simulation, and this module
+    from . import random_elastic, ranks
 
     warnings.simplefilter("ignore")
 
@@ -72,13 +87,13 @@ def play(program):
     if "elastic" in program:
         return random_elastic.play(program)
     where = {"faults": [Fault(**each) for each in program["faults"]], "host": program["host"]}
-    where |= {"machines": program["machines"], "device": program["device"]}
+    where |= {"machines": program["machines"]} | ({} if forked else {"device": program["device"]})
     pauses = {each.rank: each.seconds for each in where["faults"]}
     reference = Reference(program)
     carried, seconds, digests = None, 0.0, []
     with tempfile.TemporaryDirectory(prefix="flatparam-simulated") as folder:
         for i, phase in enumerate(program["phases"]):
-            phase = DEFAULTS | phase | {"caught": [] if program["catches"] else None, "pauses": pauses}
+            phase = DEFAULTS | phase | {"caught": _Caught() if program["catches"] else None, "pauses": pauses}
             events = _in_a_fork(reference.play, phase) if program["device"] else reference.play(phase)
             saved = Path(folder, str(i))
             modules = {rank: build(program) for rank in range(phase["size"])}
@@ -96,7 +111,8 @@ def play(program):
 
             is_last = i == len(program["phases"]) - 1
             faulty = where if is_last else {}  # a program for devices has one phase
-            run = ranks.simulate(live, phase["size"], program["seed"], prepare=prepare, **faulty)
+            faulty = faulty | {"prepare": prepare} | ({"finalized": False} if forked else {})
+            run = (processes if forked else ranks).simulate(live, phase["size"], program["seed"], **faulty)
             seconds += run.seconds
             digests.append(run.digest)
             if all(fault.kind == "is late" for fault in run.struck):
@@ -460,7 +476,8 @@ def play_seeds(first, last, kind=""):
     """Play the programs of seeds until one fails, is struck by a fault, or is for devices.
 
     Such a run leaves threads and worlds behind, and one for devices must be the first of its process.
-    Args: ``kind``: as in ``draw``. Returns a list of (seed, virtual seconds, digests, error or None).
+    Args: ``kind``: as in ``draw``; "forked": each rank is a process. Returns a list of (seed, virtual seconds, digests,
+    error or None).
     """
     found = []
     gc.disable()  # each run collects before and after it
@@ -469,7 +486,7 @@ def play_seeds(first, last, kind=""):
             program = draw(seed, kind)
             if program["device"] and found:
                 break
-            seconds, digests, struck = play(program)
+            seconds, digests, struck = play(program, kind == "forked")
             found.append((seed, seconds, digests, None))
         except BaseException:
             found.append((seed, 0.0, [], traceback.format_exc()))
