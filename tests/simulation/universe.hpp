@@ -1,8 +1,8 @@
 // simulation/universe.hpp -- a Universe is all that the ranks of a run share. Its lock is a std::mutex and each wait one of a
 // std::condition_variable, so seams.c decides who goes on, and when; the files of the world know nothing of threads.
 //
-// If ranks are processes, the Universe is in common memory (heap.h). What is put into it is made under its lock, and is whole in
-// itself: no tensor, and no closure, of one process. Those are in Work::own.
+// If ranks are processes, the Universe is in common memory (heap.h). What is put into it is made under its lock, and refers to
+// no memory of one process: a work has the tensors and closures of its rank in Work::own, which other processes let be.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
