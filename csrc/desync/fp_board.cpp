@@ -361,7 +361,7 @@ Board::gone(int rank, const std::string &why)
                ? why
                : "rank " + std::to_string(rank) +
                      " has finished, and comes to no collective any more: it may have had fewer batches than the "
-                     "others, or left out a call that all ranks must make";
+                     "others, or left out a call that all ranks must make; or it has called sys.exit(), see its output";
 }
 
 int

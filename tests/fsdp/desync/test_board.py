@@ -174,7 +174,7 @@ def test_a_rank_that_has_finished_is_told_so(told, ended):
     board, store = told
     finished = (
         "rank {} has finished, and comes to no collective any more: it may have had fewer batches than the others, or "
-        "left out a call that all ranks must make"
+        "left out a call that all ranks must make; or it has called sys.exit(), see its output"
     )
     place(store, 1, f"{of_this_process()} finished")
     place(store, 2, "4711 17 another-machine finished")
