@@ -134,7 +134,7 @@ def fail():
 
 GONE = r"the process of rank 1 \(\d+\) has ended without a word: killed, or done"
 RAISED = r"rank 1 has raised an error of its own in .* and has ended: ValueError: batch 17 is bad"
-FINISHED = r"rank 1 has finished, and comes to no collective any more: .* or it has called sys\.exit\(\), see its output"
+FINISHED = r"rank 1 has finished, and comes to no collective any more: .* or it has called sys\.exit\(\), see its"
 ENDINGS = {  # how rank 1 ends: its status, and what the others are told
     "is killed by itself": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL, GONE),
     "is killed by rank 0": (lambda: time.sleep(1000.0), -signal.SIGKILL, GONE),
