@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..common.collectives import ranks_of
 from ..common.layout import Box
 from ..common.tensors import bytes_of, refuse_freed
 from ..common.torch_private import TorchsFSDP
@@ -297,7 +298,7 @@ def describe_units(module: nn.Module) -> Iterator[dict[str, Any]]:
     for path, unit in units_in(module):
         placement = unit.options.placement
         group = placement.optim
-        ranks = None if group is None else dist.get_process_group_ranks(group)
+        ranks = None if group is None else ranks_of(group)
         yield {
             "name": bare(path),
             "strategy": strategies.get(id(unit)),

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..common.collectives import ranks_of
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import come_back, note_meeting
 from ..fsdp.desync.events import SetupCollective
@@ -45,7 +46,7 @@ class Rendezvous:
         if not dist.is_initialized():
             return
         members: Any = dist.group.WORLD if group is None else group
-        self.rank, self.ranks = dist.get_rank(members), dist.get_process_group_ranks(members)
+        self.rank, self.ranks = dist.get_rank(members), ranks_of(members)
         if self.rank < 0:
             raise ValueError(f"{self.what}: this rank is not in the group of ranks {self.ranks}")
         self._me = dist.get_rank()

@@ -42,6 +42,16 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     return list(dict.fromkeys(unwrapped(group._get_backend(device)) for device in group._device_types))
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of ``group``; None: of the world. Raises: StateError if the group was destroyed."""
+    if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
+        raise _C.StateError(
+            "the process group was destroyed (torch.distributed.destroy_process_group()), and this needs it: do it "
+            "before that; or after init_process_group() build, wrap and load the model anew"
+        )
+    return dist.get_process_group_ranks(group)
+
+
 def name_in_cpp(group: dist.ProcessGroup) -> str | None:
     """Return the name under which C++ finds ``group``; None: it does not."""
     name = group.group_name

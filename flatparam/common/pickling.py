@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
+from .collectives import ranks_of
 from .patches import note
 from .torch_private import FakeProcessGroup, FlatParameter, _FSDPDeviceHandle, _override_module_mixed_precision
 
@@ -128,7 +129,7 @@ def new_flat_parameter(shard: Tensor, requires_grad: bool) -> Any:
 
 
 def _reduce_group(group: dist.ProcessGroup) -> Reduced:
-    name, ranks = group.group_name, dist.get_process_group_ranks(group)
+    name, ranks = group.group_name, ranks_of(group)
     return find_group, (name, ranks, dist.get_backend(group), dist.get_rank(), dist.get_world_size())
 
 
@@ -148,7 +149,7 @@ def find_group(name: str, ranks: list[int], backend: str, rank: int, world_size:
             f"this was pickled on {theirs} and has that rank's shards, but this is rank {dist.get_rank()} of "
             f"{dist.get_world_size()}: load on every rank what it pickled itself; use state dicts to change ranks"
         )
-    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_process_group_ranks(group) == ranks]
+    groups = [group for group in dist.distributed_c10d._world.pg_map if ranks_of(group) == ranks]
     if not groups:
         raise RuntimeError(
             f"this was pickled with the process group '{name}' of ranks {ranks}, and there is no group of these ranks "

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..common.collectives import all_gather_beside
+from ..common.collectives import all_gather_beside, ranks_of
 from ..common.described import Described, digest_of_said, first_difference
 from ..common.warned import warn_user
 from .base import Handle
@@ -91,7 +91,7 @@ def _raise_error_of_replica(unit: Handle) -> None:
     if unit._replicas is None:
         return
     with contextlib.suppress(dist.DistError):
-        for rank in dist.get_process_group_ranks(unit._replicas):
+        for rank in ranks_of(unit._replicas):
             if _store().check([_key(rank, unit)]):
                 raise ValueError(f"rank {rank}: {_store().get(_key(rank, unit)).decode()}")
 
@@ -113,7 +113,7 @@ def _check(units: list[Handle], group: Any, look: Callable[[], object] = lambda:
 
 def _raise_or_warn(told: list[list[_Unit]], group: Any) -> None:
     """``told``: the units of each rank of ``group``, which are not all equal."""
-    ranks, others = dist.get_process_group_ranks(group), []
+    ranks, others = ranks_of(group), []
     for unit in itertools.zip_longest(*told, fillvalue=("", [])):
         name = next(name for name, _ in unit if name)
         described = [_with_names_of(unit[0][1], other) for _, other in unit]

@@ -27,6 +27,7 @@ from ..checkpoint.optimizers import labelled
 from ..checkpoint.pieces import InHandle, all_held
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
 from ..checkpoint.rendezvous import Rendezvous
+from ..common.collectives import ranks_of
 from ..common.described import Described
 from ..common.torch_private import FakeProcessGroup
 from ..fsdp.desync.checked_collectives import gather_objects
@@ -193,7 +194,7 @@ class _Moving:
             raise StateError(f"{_WHAT}: this rank holds shards of only a part of the model: {_WAY_OUT}")
         self.holds = True
         placements = [wrapper._placement for wrapper in self.wrappers]
-        over = {rank for one in placements for group in one.groups for rank in dist.get_process_group_ranks(group)}
+        over = {rank for one in placements for group in one.groups for rank in ranks_of(group)}
         parts = [one.shards * one.replicas for one in placements]
         return [said, [inner_sizes(self.model), sorted(over | {dist.get_rank()}), parts]]
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from .. import _C
 from ..common import optimizers
+from ..common.collectives import ranks_of
 from ..common.described import Described
 from ..common.patches import flat_params_live
 from ..common.tensors import check_memory, free, is_allocated
@@ -241,5 +242,5 @@ def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
         if not hasattr(group, "rank") or not hasattr(group, "size"):
             raise TypeError(f"{what}: expected {name} to be a process group, got {type(group).__name__}")
         if group.rank() < 0:
-            raise ValueError(f"{what}: this rank is not in {name}, of ranks {dist.get_process_group_ranks(group)}")
+            raise ValueError(f"{what}: this rank is not in {name}, of ranks {ranks_of(group)}")
     check_pair(zero3, zero1, what)

@@ -25,6 +25,7 @@ from ... import _C
 from ...common.collectives import (
     is_sliced,
     name_of,
+    ranks_of,
     tells_when_done,
     unwrapped,
     wait_for_device,
@@ -181,7 +182,8 @@ def still_troubled(parts: Iterable[Shared], error: Exception | None) -> _C.Block
             _still_troubled.add(world)
 
     def end() -> None:
-        _still_troubled.discard(world)
+        if world is not None:
+            _still_troubled.discard(world)
         come_back()
 
     return _C.Block(begin, end)
@@ -262,7 +264,7 @@ def note_meeting(what: SetupCollective, parts: Iterable[Shared], ranks: list[int
     Returns: the traces, for ``look_at_meeting`` during the wait. Raises: OrderError if a rank of theirs is elsewhere.
     """
     groups = {(group, part.device): None for part in parts for group in part.groups}
-    inside = [(group, device) for group, device in groups if set(ranks).issuperset(dist.get_process_group_ranks(group))]
+    inside = [(group, device) for group, device in groups if set(ranks).issuperset(ranks_of(group))]
     found = dict.fromkeys(filter(None, (trace_of(group, device) for group, device in inside)))
     traces = [trace for trace in found if not trace.core.broken]
     for trace in traces:
@@ -275,7 +277,7 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
 
     Ctrl-C ends the wait. Raises: OrderError if a rank has ended.
     """
-    store, ranks = store_of(group), dist.get_process_group_ranks(group)
+    store, ranks = store_of(group), ranks_of(group)
     if store is None or len(ranks) == 1:
         return [mine]
     if group not in _meetings:
@@ -305,7 +307,7 @@ def look_of(
     def look(has_failed: bool = False) -> None:
         for each in traces:
             each.look()
-        ours, ranks = liveness.board(), dist.get_process_group_ranks(group)
+        ours, ranks = liveness.board(), ranks_of(group)
         try:
             waited = time.monotonic() - begin
             _raise_if_troubled(group, waited)
@@ -379,7 +381,7 @@ def _raise_reason(group: dist.ProcessGroup, look: Callable[..., None], begin: fl
     """
     if not TRANSPORT.search(message):
         return None
-    waited, store, ranks = time.monotonic() - begin, store_of(group), dist.get_process_group_ranks(group)
+    waited, store, ranks = time.monotonic() - begin, store_of(group), ranks_of(group)
     if store is None:
         return look(has_failed=True)
     with contextlib.suppress(StoreGoneError):
@@ -431,7 +433,7 @@ def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -
     sizes = [int(size) for size in gather(torch.tensor([len(data)], device=device))]
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
     found = [pickle.loads(bytes_of(other)) for other in map(Tensor.cpu, gather(padded))]
-    for rank, (problem, _) in zip(dist.get_process_group_ranks(group), found, strict=True):
+    for rank, (problem, _) in zip(ranks_of(group), found, strict=True):
         if problem is not None:
             raise ValueError(f"rank {rank} has a value that cannot be sent to other ranks: {problem}")
     return [other for _, other in found]

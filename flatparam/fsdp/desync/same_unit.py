@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
+from ...common.collectives import check_gloo, gloo_beside, is_sliced, ranks_of, unwrapped
 from ...common.described import Described, digest_of_said, first_difference
 from ...common.warned import warn_user
 from ..errors import OrderError
@@ -94,7 +94,7 @@ class _Values:
 
     def explain(self, group: dist.ProcessGroup) -> None:
         """Find the parameters that differ from those of the group's first rank. A collective call."""
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (self.mismatched, self._digests), group)
         for apart, _ in everyone:
             self.mismatched = apart | self.mismatched
@@ -258,13 +258,13 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
         result = call()
     except (AttributeError, RuntimeError) as error:  # AttributeError: this torch has no gloo
         problem = str(error).split("\n")[0] or repr(error)
-    told = zip(dist.get_process_group_ranks(group), meet(group, problem), strict=True)
+    told = zip(ranks_of(group), meet(group, problem), strict=True)
     return result, next((f"rank {rank} finds no network for gloo ({why})" for rank, why in told if why), None)
 
 
 def _explain(said: Described | str, shown: tuple[str, str], group: dist.ProcessGroup) -> str:
     """Return the first rank's error, else the first difference from the group's first rank. A collective call."""
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (said, *shown), group)
     described, names, plans = zip(*everyone, strict=True)
     for other in described:

@@ -49,7 +49,15 @@ import torch
 import torch.distributed as dist
 
 from ... import _C
-from ...common.collectives import PATIENCE, can_be_cut, name_in_cpp, tells_when_done, wait_for_device, wait_in_slices
+from ...common.collectives import (
+    PATIENCE,
+    can_be_cut,
+    name_in_cpp,
+    ranks_of,
+    tells_when_done,
+    wait_for_device,
+    wait_in_slices,
+)
 from ...common.warned import warn_user
 from ..errors import OrderError, StoreGoneError
 from . import liveness
@@ -88,7 +96,7 @@ class GroupTrace:
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: Store, device: str = "cpu"):
         self.ids: UnitIds = ids_of(group)
         self.core = _C.CollectiveTrace(self._agree, self._look, self._failed)
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = ranks_of(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
         self._name = name_in_cpp(group)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
+from ...common.collectives import ranks_of
 from ...common.tensors import has_gradients
 from ...common.torch_private import FSDPExtensions, _FSDPDeviceHandle, torch_extensions
 from .placement import Placement
@@ -155,7 +156,7 @@ def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
     theirs = value.device_mesh.mesh.flatten().tolist()
     what = f"parameter `{fqn}` is a DTensor with placements {value.placements} over ranks {theirs}"
     for group in (placement.optim, placement.replicate):
-        ours = [] if group is None else dist.get_process_group_ranks(group)
+        ours = [] if group is None else ranks_of(group)
         both = sorted(set(ours) & set(theirs) - {dist.get_rank()})
         if both:
             raise ValueError(

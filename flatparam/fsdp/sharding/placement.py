@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _C
+from ...common.collectives import ranks_of
 from ...common.warned import warn_user
 from ..api import ShardingStrategy
 from ..desync.checked_collectives import meet
@@ -150,8 +151,8 @@ class Placement:
     def rank(self) -> int:
         """The index of this rank's shard among ``shards``."""
         if self.outer is not None:
-            return self.param_rank * dist.get_world_size(self.outer) + dist.get_rank(self.outer)
-        return 0 if self.optim is None else dist.get_rank(self.optim)
+            return self.param_rank * self.outer.size() + self.outer.rank()
+        return 0 if self.optim is None else self.optim.rank()
 
     @property
     def has_secondary_shard(self) -> bool:
@@ -161,12 +162,12 @@ class Placement:
     @property
     def param_shards(self) -> int:
         """The number of secondary shards; 1 without them."""
-        return dist.get_world_size(self.param) if self.has_secondary_shard else 1
+        return self.param.size() if self.param is not None and self.has_secondary_shard else 1
 
     @property
     def param_rank(self) -> int:
         """The index of this rank's secondary shard; 0 without one."""
-        return dist.get_rank(self.param) if self.has_secondary_shard else 0
+        return self.param.rank() if self.param is not None and self.has_secondary_shard else 0
 
     @property
     def replicas(self) -> int:
@@ -365,7 +366,7 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
         return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     inner = mesh.get_group(1)
-    wide = world if sorted(ranks) == dist.get_process_group_ranks(world) else mesh._flatten().get_group()
+    wide = world if sorted(ranks) == ranks_of(world) else mesh._flatten().get_group()
     check_pair(inner, wide, strategy.name)
     return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
 
@@ -378,7 +379,7 @@ def _check_groups(*groups: Any) -> None:
 
 
 def _said(group: dist.ProcessGroup | None) -> str:
-    return "this rank alone" if group is None else f"ranks {dist.get_process_group_ranks(group)}"
+    return "this rank alone" if group is None else f"ranks {ranks_of(group)}"
 
 
 # The cut of a wide group into inner groups: compare it over all ranks, and make the outer groups
@@ -540,4 +541,4 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+    return tuple(ranks_of(group))

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...common.collectives import ranks_of
 from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..errors import StateError
 from ..names import FSDP_PREFIX
@@ -89,7 +89,7 @@ def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
     for number in range(placement.shards):
         numel = layout.shard(number).numel
         if numel:
-            rank = dist.get_global_rank(group, placement.holder(number))
+            rank = ranks_of(group)[placement.holder(number)]
             where = f"rank:{rank}/cpu" if flat.is_cpu else f"rank:{rank}/{flat.device.type}:{rank % devices}"
             metadata.append(ShardMetadata([number * layout.shard_numel], [numel], where))
     mine = layout.shard(placement.rank).numel

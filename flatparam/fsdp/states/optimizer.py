@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
+from ...common.collectives import ranks_of
 from ...common.warned import warn_user
 from ..desync.checked_collectives import telling
 from ..either import or_torchs
@@ -220,11 +221,11 @@ def _warned(optim_input: OptimInput) -> OptimInput:
 def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup | None) -> Any:
     found = dist.group.WORLD if group is None else group
     assert found is not None
-    ranks = dist.get_process_group_ranks(found)
+    ranks = ranks_of(found)
     for param in table.params:
         if isinstance(param, UnitParam) and param.original.form is not None:
             shared = param.flat_param.placement.optim
-            ours = [dist.get_rank()] if shared is None else dist.get_process_group_ranks(shared)
+            ours = [dist.get_rank()] if shared is None else ranks_of(shared)
             if ranks != ours:
                 raise StateError(
                     f"optimizer state of `{param.name}`, which is stored as {param.original.form}: rank "

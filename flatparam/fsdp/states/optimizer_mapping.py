@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.collectives import ranks_of
 from ...common.tensors import as_sent, refuse_freed
 from ...common.warned import warn_user
 from ..desync.checked_collectives import check_exchanges, exchange, gather_objects, settle
@@ -142,7 +143,7 @@ def _agreed(
                 values = _described(one, held[one], unlike)
                 is_small = all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
                 mine[one.name] = share.setdefault(repr(values), values) if is_small else values
-        everyone, ranks = gather_objects(SetupCollective.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
+        everyone, ranks = gather_objects(SetupCollective.TELLS_STATES, mine, group), ranks_of(group)
         having = {name for other in everyone for name, values in other.items() if values is not None}
         for one in (one for one in members if one.name in having):
             result[one] = _merged(one, ranks, [other.get(one.name, _NOTHING) for other in everyone])

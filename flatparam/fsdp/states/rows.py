@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
+from ...common.collectives import ranks_of
 from ...common.tensors import as_sent, row_major
 from ...common.torch_private import (
     Shard,
@@ -231,7 +232,7 @@ def _gathered(
     """All-gather rows of several parameters at once; yield ``(parameter, a new whole tensor)``. A collective call."""
     group = flat_param.placement.optim
     assert group is not None
-    cuts = [_cuts_of(flat_param, rank) for rank in dist.get_process_group_ranks(group)]
+    cuts = [_cuts_of(flat_param, rank) for rank in ranks_of(group)]
     parts = {param: [_rows_of(param.shape[0], cut) for cut in cuts] for param in values}
     widths = {param: row_numel(param.shape) for param in values}
     starts: dict[UnitParam, int] = {}
