@@ -10,7 +10,7 @@
 
 /* Add the table of a new file here, and declare it in fp_tables.h. */
 static PyMethodDef *const fp_method_tables[] = {
-    fp_core_methods,   fp_exit_methods,           fp_hooks_methods,
+    fp_core_methods,   fp_exit_methods,           fp_hooks_methods,     fp_process_methods,
     fp_tensor_methods, fp_unit_methods_of_module, fp_overrides_methods,
 };
 

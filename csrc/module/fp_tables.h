@@ -8,6 +8,7 @@
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_exit_methods[];
 extern PyMethodDef fp_hooks_methods[];
+extern PyMethodDef fp_process_methods[];
 extern PyMethodDef fp_tensor_methods[];
 extern PyType_Spec fp_block_type;
 extern PyType_Spec fp_board_type;

@@ -39,7 +39,8 @@ from ..fsdp.sharding.placement import Placement, groups_over, is_grid, is_placed
 from ..fsdp.sharding.unit_description import describe_unit
 from ..fsdp.unit.base import Wrapper, wrappers_in
 from ..fsdp.unit.summon import refuse_unreduced
-from .transport import Held, Pieces, described, move
+from . import peers
+from .transport import Held, Pieces, Reading, described, move, together
 
 _WHAT = "elastic.resize"
 _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it there"
@@ -47,7 +48,7 @@ _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it t
 
 @dataclass
 class Resized:
-    """The result of ``resize``. ``sent``: bytes that this rank has sent.
+    """The result of ``resize``. ``sent``: bytes that other ranks have got from this one.
 
     ``extra``: the one that old rank number ``i % old size`` gave, where this rank is ``ranks[i]``; None on a rank that
     holds nothing now. Old ranks are numbered in their order.
@@ -156,7 +157,7 @@ def dividing(least: int, size: int) -> int:
 class _Moving:
     """One call on this rank. ``plan``: the boxes that it holds; ``loading``: the plan of its reads; None: no reads."""
 
-    source: Pieces
+    reading: Reading
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Sequence[int]):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
@@ -262,26 +263,31 @@ class _Moving:
             for wrapper, mine in zip(self.wrappers, groups, strict=True)
         ]
         tables = {number: held.table for number, held in here.items()}
-        everyone = gather_objects(SetupCollective.RESIZES, tables, world())
-        told = {i: (table, rank) for rank, theirs in enumerate(everyone) for i, table in theirs.items()}
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
+        word = peers.new_word()
+        everyone = gather_objects(SetupCollective.RESIZES, (tables, peers.show(parts, word)), world())
+        told = {i: (table, rank) for rank, (theirs, _) in enumerate(everyone) for i, table in theirs.items()}
+        shown = [one for _, one in everyone]
         try:
-            rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], placements), lambda said: None)
+            ways = rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], placements, shown), together)
             rendezvous.agree(self.compare_units, lambda said: None)
             problems: list[Exception] = []
-            reads = [] if self.loading is None else self.loading.reads
-            sent = move(self.source, reads, parts, problems)
+            sent = move(self.reading, ways, parts, problems)
             rendezvous.agree(lambda: _raise_first(problems), lambda said: None, is_last=True)
             self.commit()
         except BaseException:
+            word.zero_()  # another rank may read here still, if this one is interrupted after it has agreed
             self.undo()
             raise
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
-    def bind(self, told: list[Any], placements: list[Placement]) -> None:
-        """Bind the units to the new ranks, and plan what this rank reads. Raises: the caller then calls ``undo``."""
-        self.source = Pieces(told, dist.get_rank())
+    def bind(self, told: list[Any], placements: list[Placement], shown: list[peers.Shown]) -> list[Any]:
+        """Bind the units to the new ranks, and plan what this rank reads. Returns: for ``together``.
+
+        Raises: the caller then calls ``undo``.
+        """
+        source = Pieces(told, dist.get_rank())
         holds = dist.get_rank() in self.ranks
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))
@@ -297,7 +303,9 @@ class _Moving:
                 wrapper._unit.core.compute_in_full(True)
         if holds:
             self.loading = Loading(self.model, self.optimizer, self.ranks.index(dist.get_rank()), len(self.ranks))
-            self.loading.prepare_from(self.source)
+            self.loading.prepare_from(source)
+        self.reading = Reading(source, [] if self.loading is None else self.loading.reads, shown)
+        return self.reading.told()
 
     def compare_units(self) -> None:
         """Compare the units over the new ranks, and take their ids there. A collective call of these ranks.

@@ -6,6 +6,7 @@ model's memory (``resizing.py``), or of a snapshot (``training.py``).
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,15 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.boxes import Read
+from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import NAMES, Chunk, Part
 from ..checkpoint.index import OPTIMIZER, RANKS, Index
 from ..checkpoint.planning import SavePlan
 from ..checkpoint.reading import Source
 from ..checkpoint.saving import merge
-from ..common.tensors import bytes_of, row_major
+from ..common.tensors import bytes_of, row_major, span_of
 from ..fsdp.desync.checked_collectives import exchange, gather_objects
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.sharding.placement import world
+from . import peers
 
 ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one part of a box more
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
@@ -108,26 +111,77 @@ def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]], problems: list[Exception]) -> int:
-    """Carry out the ``reads`` of all ranks. ``parts``: the boxes that this rank holds.
+class Reading:
+    """The reads of this rank, by their way. ``shown``: of all ranks.
 
-    Bytes go through memory that the world has collectives for: the host's if it has any, else the device's.
+    ``here``: of boxes on this rank; ``direct``: rank -> reads in its memory, each with the address there; ``wanted``:
+    rank -> reads that it must send the bytes of.
+    """
+
+    def __init__(self, source: Pieces, reads: Sequence[Read], shown: Sequence[peers.Shown]):
+        self.source, self.shown = source, shown
+        self.here: list[Read] = []
+        self.direct: dict[int, list[tuple[Tensor, int]]] = {}
+        self.wanted: list[list[Read]] = [[] for _ in shown]
+        readable = {dist.get_rank(): False}
+        for read in reads:
+            rank = source.holder[read.chunk.file]
+            if source.is_small(read) or rank == dist.get_rank():
+                self.here.append(read)
+                continue
+            if rank not in readable:
+                readable[rank] = peers.read(shown[rank])
+            at = shown[rank].boxes[read.chunk.file][read.chunk.begin]
+            if at and readable[rank] and _is_run(read):
+                self.direct.setdefault(rank, []).append((read.out, at + read.begin * read.out.element_size()))
+            else:
+                self.wanted[rank].append(read)
+
+    def told(self) -> list[Any]:
+        """Return the bytes read in each rank's memory, and whether others must be sent. For ``together``."""
+        direct = {str(rank): sum(out.nbytes for out, _ in theirs) for rank, theirs in self.direct.items()}
+        return [direct, any(self.wanted)]
+
+
+def together(said: list[list[Any]]) -> list[Any]:
+    """Add up what all ranks have ``told``."""
+    counts: Counter[str] = Counter()
+    for direct, _ in said:
+        counts.update(direct)
+    return [counts, any(wanted for _, wanted in said)]
+
+
+def _is_run(read: Read) -> bool:
+    """Whether the bytes of ``read`` can be copied as they are: one run here and there."""
+    out = read.out
+    is_here = out.is_cpu and out.is_contiguous() and out.dtype == _dtype(read)
+    return is_here and span_of(out.shape, row_major(read.chunk.sizes)) == out.numel()
+
+
+def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], problems: list[Exception]) -> int:
+    """Carry out the reads of all ranks. ``ways``: what ``together`` returned; ``parts``: the boxes here.
+
+    Bytes that are sent go through memory that the world has collectives for: the host's if it has any, else the
+    device's. Nobody waits for a read in memory: its end is told by the caller's next ``agree``.
     A collective call of all ranks of the world. An error of this rank alone goes into ``problems``, and the rank takes
     part in the collectives that remain: the others would wait for it, and the next call would meet theirs.
-    Returns: the number of bytes that this rank has sent. Raises: OrderError if another rank cannot come to it.
+    Returns: the number of bytes that other ranks get from this one. Raises: OrderError if another rank cannot come
+    to it.
     """
-    me, size = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
     via = torch.device(dist.distributed_c10d._get_object_coll_device(world()))
-    wanted: list[list[Read]] = [[] for _ in range(size)]
+    wanted, sent = reading.wanted, int(ways[0].get(str(me), 0))
     with _keeping(problems):
-        for read in reads:
-            if source.is_small(read):
-                source.read(read)
+        for read in reading.here:
+            if reading.source.is_small(read):
+                reading.source.read(read)
             else:
-                wanted[source.holder[read.chunk.file]].append(read)
-        for read in wanted[me]:
-            read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
-        wanted[me] = []
+                read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
+        for rank, theirs in reading.direct.items():
+            if not peers.read(reading.shown[rank], theirs):
+                raise CheckpointError(f"rank {rank} has ended, or has left the call, as its memory was read")
+    if not ways[1]:
+        return sent
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
     everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world())
     gives = [[box_of(parts[file][i].tensor, begin, shape) for file, i, begin, shape in asked[me]] for asked in everyone]
@@ -135,7 +189,6 @@ def move(source: Pieces, reads: Sequence[Read], parts: Mapping[str, list[Part]],
     taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
     counts = torch.tensor([max(len(one) for one in (*given, *taken))], device=via)
     exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world(), op=dist.ReduceOp.MAX)
-    sent = 0
     for i in range(int(counts)):
         giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
         sizes, out_sizes = ([sum(count for count, _ in run) for run in side] for side in (taking, giving))

@@ -10,6 +10,7 @@ Promises:
 
 import contextlib
 import linecache
+import os
 import time
 
 import pytest
@@ -21,11 +22,11 @@ from interrupting import Bomb
 from simulated_ranks import simulate_ranks
 from test_resize import OPTIMIZERS, built, everything, same, steps
 
+from flatparam import _C, elastic
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import elastic
 from flatparam.checkpoint import CheckpointError
 from flatparam.checkpoint.loading import Loading
-from flatparam.elastic import resizing, transport
+from flatparam.elastic import peers, resizing, transport
 from flatparam.fsdp.errors import OrderError, StateError
 from flatparam.fsdp.sharding import flat_param
 from tests.simulation.process import simulated
@@ -37,8 +38,20 @@ FAULTS = {
     "plan of the reads": (Loading, "prepare_from", 1),
     "copy on the rank": (transport, "box_of", 1),
     "bytes to send": (transport, "_bytes", 2),
+    "read in memory": (_C, "read_process", 2),
 }
 BEFORE_COMMIT = ("resize", "check", "plan_old", "check_units", "carry_out", "bind", "compare_units", "move", "__init__")
+BEFORE_COMMIT += ("new_word", "show", "_address", "read", "told")
+FILES = [module.__file__ for module in (resizing, transport, peers)]
+WAYS = ["sent", "read in memory"]
+show = peers.show
+
+
+def go_by(way):
+    """Simulated ranks have made-up process numbers, so their boxes are sent. With the real one all read their own."""
+    if way == "read in memory":
+        process = int(os.readlink("/proc/self"))
+        peers.show = lambda parts, word: show(parts, word)._replace(process=process)
 
 
 def started():
@@ -83,7 +96,7 @@ def goes_on(pair, twin, at):
 
 def fails_on_one():
     pair, twin = started()
-    for owner, name, count in FAULTS.values():
+    for fault, (owner, name, count) in FAULTS.items():
         working, calls = getattr(owner, name), 0
 
         def failing(*args, working=working, count=count):
@@ -96,6 +109,7 @@ def fails_on_one():
 
         dist.barrier()  # ranks that share the module have all read it
         setattr(owner, name, failing)
+        go_by(fault)
         dist.barrier()
         with pytest.raises(CheckpointError, match="rank 1: RuntimeError: no memory is left"):
             elastic.resize(*pair, [1, 2])
@@ -110,10 +124,10 @@ def test_an_error_of_one_rank_is_raised_by_all():
     simulate_ranks(fails_on_one, 3)
 
 
-def interrupted():
-    files = [resizing.__file__, transport.__file__]
+def interrupted(way):
+    go_by(way)
     pair, twin = started()
-    with Bomb(files) as listing:
+    with Bomb(FILES) as listing:
         elastic.resize(*twin, [1, 2])
     elastic.resize(*twin, [0, 1])
     found = [None] * 3
@@ -121,9 +135,10 @@ def interrupted():
     common = (place for place in found[0] if place in found[1] and place in found[2])
     places = [place for place in common if "return Resized(" not in linecache.getline(place[0], place[2])]
     assert len(places) > 60
+    assert {"new_word", "show"} <= {place[1] for place in places}
     for place in places:
         note(str(place))
-        bomb = Bomb(files, place, KeyboardInterrupt)
+        bomb = Bomb(FILES, place, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt), bomb:
             elastic.resize(*pair, [1, 2])
         assert bomb.exploded
@@ -131,20 +146,21 @@ def interrupted():
     goes_on(pair, twin, 2)
 
 
-def test_ctrl_c_at_any_line():
-    simulate_ranks(interrupted, 3)
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_at_any_line(way):
+    simulate_ranks(interrupted, 3, way)
 
 
-def interrupted_alone(rank, part):
+def interrupted_alone(rank, part, way):
     """Rank 1 is interrupted at one of its lines, ``part`` of the way."""
-    files = [resizing.__file__, transport.__file__]
+    go_by(way)
     pair, twin = started()
-    with Bomb(files) as listing:
+    with Bomb(FILES) as listing:
         elastic.resize(*twin, [1, 2])
     elastic.resize(*twin, [0, 1])
     if rank == 1:
         places = [place for place in listing.places if place[1] in BEFORE_COMMIT and place[3] == 1]
-        with Bomb(files, places[int(part * len(places))], KeyboardInterrupt):
+        with Bomb(FILES, places[int(part * len(places))], KeyboardInterrupt):
             elastic.resize(*pair, [1, 2])
     begin = time.monotonic()
     with pytest.raises((OrderError, CheckpointError), match="rank 1 has"):
@@ -153,9 +169,10 @@ def interrupted_alone(rank, part):
     return time.monotonic() - begin
 
 
-def test_ctrl_c_on_one_rank_alone():
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_on_one_rank_alone(way):
     for tenth in range(10):
-        run = simulated(interrupted_alone, 3, 1, tenth / 10)
+        run = simulated(interrupted_alone, 3, 1, tenth / 10, way)
         assert run.errors[1][0] == "KeyboardInterrupt", run.story
         assert len(run.errors) == 1, run.story
         assert max(run.results.values()) < 3.0
