@@ -43,7 +43,12 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of ``group``; None: of the world. Raises: StateError if the group was destroyed."""
+    """Return the ranks of ``group``; None: of the world.
+
+    Raises: ValueError if this rank is not in the group; StateError if the group was destroyed.
+    """
+    if isinstance(group, int):  # torch's NON_GROUP_MEMBER
+        raise ValueError("this rank is not in the group")
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         raise _C.StateError(
             "the process group was destroyed (torch.distributed.destroy_process_group()), and this needs it: do it "

@@ -338,7 +338,7 @@ def _counting_once(unscale: Callable[..., Any], self: ShardedGradScaler, optimiz
 
     torch adds the flag over the ranks. Fused optimizers skip a step if it is 1, and step if it is any other number.
     """
-    group = self.process_group or dist.group.WORLD
+    group = (self.process_group or dist.group.WORLD) if self.is_enabled() else None
     with checked_collectives.explaining_over(group) if group else contextlib.nullcontext():
         unscale(self, optimizer)
     if self.is_enabled():

@@ -232,7 +232,7 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
                     f"{ranks[0]} has it for ranks {ours} at most, not for {ranks}. Load it on every rank "
                     "(rank0_only=False), or pass the group of those as group="
                 )
-    return from_first(table, None if full is None else plain_state(table, full), found)
+    return from_first(table, None if full is None else lambda: plain_state(table, full), found)
 
 
 def _unsharded(

@@ -413,14 +413,17 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
     exchange(SetupCollective.SENDS_STATES, dist.broadcast, tensor, group=group, group_src=0)
 
 
-def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:
-    """Return ``(header, fetch)`` for ``cut``. ``full``: the state; only the first rank's is used. A collective call.
+def from_first(
+    table: Table, make: Callable[[], Mapping[str, Any]] | None, group: dist.ProcessGroup
+) -> tuple[dict[str, Any], Fetch]:
+    """Return ``(header, fetch)`` for ``cut``. ``make()``: the state, asked of the first rank alone. A collective call.
 
     Each fetch is a collective call too: a broadcast of one key of a whole flat parameter, from which each rank takes
     its elements. Raises: ValueError on every rank, if the first rank has no state, or one that cannot be pickled.
     """
-    is_first = dist.get_rank(group) == 0
+    is_first, full = dist.get_rank(group) == 0, None
     try:
+        full = make() if is_first and make is not None else None
         data = pickle.dumps(_header(table, full) if full else "rank 0 has no full optimizer state") if is_first else b""
     except Exception as error:
         data = pickle.dumps(f"rank 0 has a state that cannot be sent to other ranks: {type(error).__name__}: {error}")

@@ -240,6 +240,12 @@ def test_a_scaler_steps_a_fused_optimizer_and_another_one():
     simulate_ranks(scaled_with_two_optimizers, 2)
 
 
+def test_a_scaler_that_is_off_does_nothing():
+    with fake_world(2):
+        optimizer = torch.optim.SGD(wrap_blocks(make()).parameters())
+        ShardedGradScaler(device="cpu", enabled=False).unscale_(optimizer)
+
+
 @pytest.mark.parametrize("where", [0, 1, None])
 def test_an_overflow_counts_once_for_all_devices(where):
     """Optimizers that are fused take the sum over devices, and skip where it is 1."""

@@ -35,9 +35,10 @@ def state_of_modules():
 def what_cannot_be_told():
     module = FSDP(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    state = {"state": {"weight": {"step": lambda: 0}}, "param_groups": []}
-    with pytest.raises(ValueError, match="cannot be sent to other ranks"):
-        FSDP.scatter_full_optim_state_dict(state if dist.get_rank() == 0 else None, module, optim=optimizer)
+    for of_weight in ({"step": lambda: 0}, None):
+        state = {"state": {"weight": of_weight}, "param_groups": []}
+        with pytest.raises(ValueError, match="cannot be sent to other ranks"):
+            FSDP.scatter_full_optim_state_dict(state if dist.get_rank() == 0 else None, module, optim=optimizer)
 
 
 @pytest.mark.parametrize("fn", [state_of_modules, what_cannot_be_told])
