@@ -229,6 +229,7 @@ def exchange(
     come_back()
     device = tensors[-1].device
     traces = [trace for _, trace in sorted(_checked.get(group, {}).items())]
+    ranks_of(group)  # refuses a destroyed group before anything begins, which would stay under way for late ranks
     for trace in traces:
         trace.core.note(encode(what), False)
     _connect(group, device)

@@ -8,6 +8,7 @@ import copy
 import os
 import pickle
 import tempfile
+import time
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ def calls_after_the_process_group(has_new_world):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.barrier()
     dist.destroy_process_group()
     if has_new_world:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -45,6 +48,7 @@ def calls_after_the_process_group(has_new_world):
             lambda: pickle.dumps(model),
             shards,
         ):
+            time.sleep(0.7 * rank)  # no rank begins a collective, and leaves it when it looks after one that is late
             with pytest.raises(RuntimeError, match=r"the process group was destroyed .* wrap and load the model"):
                 call()
         assert os.listdir(folder) == []
@@ -55,6 +59,9 @@ def calls_after_the_process_group(has_new_world):
     model.double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     note("done")
+    store.add("done", 1)
+    while store.add("done", 0) < 2:  # what a rank has sent is lost if it ends before the other has read it
+        time.sleep(0.01)
     os._exit(3)  # without the process group the rank does not end as others do
 
 
