@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from flatparam.fsdp.desync import liveness
 
 from . import ranks
-from .faults import Fault, Finished, UserError, coming
+from .faults import Fault, Finished, coming
 from .ranks import SECOND, Run, seams
 
 PR_SET_PDEATHSIG = 1
@@ -40,7 +40,7 @@ for _name in ("now", "ended_at"):
 
 
 class _Report:
-    """What a rank says to the controller, in a file that is in memory: a killed rank has said what it said before."""
+    """Files in memory for the facts and the output of a rank. The controller reads them, also after a kill."""
 
     def __init__(self, rank: int):
         self.said = os.memfd_create(f"said by rank {rank}")
@@ -73,40 +73,29 @@ def simulate(
     size: int,
     seed: int = 0,
     *,
-    limit: float = 600.0,
-    switches: int = 64,
-    latency: float = 0.001,
     timeout: float = 60.0,
     faults: Sequence[Fault] = (),
-    host: int | None = None,
-    machines: bool = False,
     prepare: Callable[[int], Any] = lambda rank: None,
     finalized: bool = True,
+    **settings: Any,
 ) -> Run:
     """Do as ``ranks.simulate``, with the same arguments but the device. Later runs of this process must be forked, too.
 
     ``finalized``: at the end of a rank Python takes down its modules, too, which lasts 0.3 s and longer.
     """
-    native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     seams.fp_sim_share()
-    world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
-    seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
-    ranks.write_places(size, machines)
+    native = ranks.begin_run(size, seed, faults, **settings)
     reports = [_Report(rank) for rank in range(size)]
     lives = [_Rank(rank, size, timeout, report, faults) for rank, report in enumerate(reports)]
     processes = _fork(lives, lambda rank: rank.live(seed, prepare, program, finalized))
     run = Run(size, seams.fp_sim_run(), 0.0, 0, 0)
-    run.seconds, run.steps = seams.fp_sim_now() / SECOND, seams.fp_sim_steps()
-    run.digest, run.calls = seams.fp_sim_digest(), world.calls()
     left = [rank for rank in range(size) if not ranks.has_ended(rank)]
     for rank in left:  # its output has its stacks then
         os.kill(processes[rank], signal.SIGABRT)
         os.waitpid(processes[rank], 0)
     for rank, report in enumerate(reports):
         _take(run, rank, *report.read(), rank in left)
-    for (fault, _), struck in zip(native, world.struck(), strict=True):
-        if struck >= 0:
-            run.struck[fault] = struck / SECOND
+    ranks.note_end(run, native)
     return run
 
 
@@ -199,16 +188,8 @@ class _Rank:
         return 0
 
     def _run(self, prepare: Callable[[int], Any], program: Callable[[int], Any]) -> Any:
-        store = world.Store(self._patience)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._patience)
-        try:
-            prepare(self._rank)
-        except dist.DistError as gone:  # torch makes groups
-            if not any(map(ranks.has_ended, range(self._size))):  # the rank that has the store may be killed already
-                raise
-            raise Finished from gone
-        seams.fp_sim_count_points(self._rank)
-        return program(self._rank)
+        ranks.enter_world(self._rank, self._size, self._patience)
+        return ranks.run_program(self._rank, self._size, prepare, program)
 
     def _all_points(self) -> tuple[int, int, int]:
         return seams.fp_sim_points(self._rank), self._points, world.disk_points(self._rank)
@@ -218,4 +199,4 @@ class _Rank:
         self._points += 1
         if fault is not None:
             self._report.say(fault=fault, at=ranks.now())
-            raise Finished if fault.kind == "has fewer batches" else UserError(f"batch {self._points - 1} is bad")
+            raise ranks.error_of(fault)

@@ -217,35 +217,25 @@ def simulate(
     size: int,
     seed: int = 0,
     *,
-    limit: float = 600.0,
-    switches: int = 64,
-    latency: float = 0.001,
     timeout: float = 60.0,
     faults: Sequence[Fault] = (),
-    host: int | None = None,
-    machines: bool = False,
     device: str | None = None,
     prepare: Callable[[int], Any] = lambda rank: None,
+    **settings: Any,
 ) -> Run:
     """Run ``program(rank)`` on ``size`` ranks until all have ended.
 
-    Args: ``limit``: virtual seconds that the run may take; ``switches``: the chance, of 256, that a rank hands over
-    where it need not; ``latency``: virtual seconds until a rank sees that a collective has ended, at most;
-    ``timeout``: of collectives and of the store; ``host``: the rank whose process has the store, if one has;
-    ``machines``: each rank has a machine of its own, and cannot see the processes of the others; ``device``: which
-    streams of its device are late, if each rank has the simulated device of tests/support/simulated.py: "others" than
-    the one that computes, or "computing". The device's backend calls itself "nccl". ``prepare``: is called before the
-    program; no fault strikes there.
+    Args: ``timeout``: of collectives and of the store; ``device``: which streams of its device are late, if each rank
+    has the simulated device of tests/support/simulated.py: "others" than the one that computes, or "computing". The
+    device's backend calls itself "nccl". ``prepare``: is called before the program; no fault strikes there;
+    ``settings``: of ``begin_run``.
     """
     if device is not None:
         rank_here = ctypes.cast(seams.fp_sim_rank, ctypes.c_void_p).value
         simulated.use(simulated.build(), device, _connecting_late).of_ranks(rank_here, size)
     run = Run(size, 0, 0.0, 0, 0)
-    native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
     of_user = {(fault.rank, fault.point): fault for fault in faults if fault.native() is None}
-    write_places(size, machines)
-    world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
-    seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
+    native = begin_run(size, seed, faults, **settings)
     threads: dict[int, int] = {}
     was_enabled = gc.isenabled()
     gc.collect()
@@ -263,15 +253,45 @@ def simulate(
         if was_enabled:
             gc.enable()
         gc.collect()
-    run.seconds, run.steps = seams.fp_sim_now() / SECOND, seams.fp_sim_steps()
-    run.digest, run.calls = seams.fp_sim_digest(), world.calls()
-    for (fault, _), struck in zip(native, world.struck(), strict=True):
-        if struck >= 0:
-            run.struck[fault] = struck / SECOND
+    note_end(run, native)
     return run
 
 
-def write_places(size: int, machines: bool) -> None:
+def begin_run(
+    size: int,
+    seed: int,
+    faults: Sequence[Fault],
+    *,
+    limit: float = 600.0,
+    switches: int = 64,
+    latency: float = 0.001,
+    host: int | None = None,
+    machines: bool = False,
+) -> list[Fault]:
+    """Reset the world and the scheduler, and write what ranks find in /proc. Returns the faults that C strikes.
+
+    Args: ``limit``: virtual seconds that the run may take; ``switches``: the chance, of 256, that a rank hands over
+    where it need not; ``latency``: virtual seconds until a rank sees that a collective has ended, at most; ``host``:
+    the rank whose process has the store, if one has; ``machines``: each rank has a machine of its own, and cannot see
+    the processes of the others.
+    """
+    native = [(fault, numbers) for fault in faults if (numbers := fault.native()) is not None]
+    world.reset(int(latency * SECOND), -1 if host is None else host, [numbers for _, numbers in native])
+    seams.fp_sim_reset(ctypes.c_uint64(seed), ctypes.c_int64(int(limit * SECOND)), switches)
+    _write_places(size, machines)
+    return [fault for fault, _ in native]
+
+
+def note_end(run: Run, native: Sequence[Fault]) -> None:
+    """Note in ``run`` when it has ended, its counts, and when each of the ``native`` faults has struck."""
+    run.seconds, run.steps = seams.fp_sim_now() / SECOND, seams.fp_sim_steps()
+    run.digest, run.calls = seams.fp_sim_digest(), world.calls()
+    for fault, struck in zip(native, world.struck(), strict=True):
+        if struck >= 0:
+            run.struck[fault] = struck / SECOND
+
+
+def _write_places(size: int, machines: bool) -> None:
     """Write what each rank finds in /proc. ``machines``: each rank has a machine of its own."""
     proc = Path(os.environ["FLATPARAM_SIMULATED_PROC"])
     for rank in range(size):
@@ -301,6 +321,31 @@ def now() -> float:
 _first_backward = threading.Lock()
 
 
+def enter_world(rank: int, size: int, patience: datetime.timedelta) -> None:
+    store = world.Store(patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+
+
+def run_program(rank: int, size: int, prepare: Callable[[int], Any], program: Callable[[int], Any]) -> Any:
+    """Return ``program(rank)``, where faults strike, called after ``prepare(rank)``, where none does.
+
+    Raises: Finished if ``prepare`` has failed because another rank has ended.
+    """
+    try:
+        prepare(rank)
+    except dist.DistError as gone:  # torch makes groups
+        if not any(map(has_ended, range(size))):  # the rank that has the store may be killed already
+            raise
+        raise Finished from gone
+    seams.fp_sim_count_points(rank)
+    return program(rank)
+
+
+def error_of(fault: Fault) -> BaseException:
+    """Return the exception of a fault of user code."""
+    return Finished() if fault.kind == "has fewer batches" else UserError(f"batch {fault.point} is bad")
+
+
 class _Life:
     """One rank of a run."""
 
@@ -316,20 +361,12 @@ class _Life:
         error: BaseException | None = None
         result = None
         try:
-            store = world.Store(self._patience)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=self._size, timeout=self._patience)
+            enter_world(rank, self._size, self._patience)
             if self._has_device:
                 time.sleep(0.01)  # until this rank has appeared
                 with _first_backward:
                     torch.ones(1, device="sim", requires_grad=True).sum().backward()
-            try:
-                prepare(rank)
-            except dist.DistError as gone:  # torch makes groups
-                if not any(map(has_ended, range(self._size))):  # the rank that has the store may be killed already
-                    raise
-                raise Finished from gone
-            seams.fp_sim_count_points(rank)
-            result = program(rank)
+            result = run_program(rank, self._size, prepare, program)
         except Finished:
             pass
         except BaseException as raised:
@@ -348,7 +385,7 @@ class _Life:
         self._points += 1
         if fault is not None:
             self._run.struck[fault] = now()
-            raise Finished if fault.kind == "has fewer batches" else UserError(f"batch {self._points - 1} is bad")
+            raise error_of(fault)
 
 
 def _live(

@@ -49,6 +49,10 @@ def struck(run):
     return {fault.rank for fault in run.struck}
 
 
+def killed(chosen, size):
+    return Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))
+
+
 def was_too_early(run):
     """Whether a rank was lost before the first commit: all others say so."""
     errors = {error[:2] for rank, error in run.errors.items() if rank not in struck(run)}
@@ -77,34 +81,34 @@ def agrees_with_the_unsharded_module(run, alive):
     return sizes
 
 
+def train_on_as_if_unsharded(runs):
+    """``runs``: pairs of a run in which a rank may be killed, and its number of ranks."""
+    seen = 0
+    for run, size in runs:
+        if was_too_early(run):
+            continue
+        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
+        seen += sizes[-1] < size
+    assert seen > 3, "seldom a rank was killed"
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("first", [0, 12])
 @pytest.mark.sweep(3)
 def test_a_killed_rank_changes_no_bit(size, first):
-    seen = 0
-    for seed in range(first, first + 13):
-        chosen = random.Random(seed)
-        run = train(seed, size, [Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))])
-        if was_too_early(run):
-            continue
-        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
-        seen += sizes[-1] < size
-    assert seen > 3, "seldom a rank was killed"
+    chosen = [(seed, random.Random(seed)) for seed in range(first, first + 13)]
+    train_on_as_if_unsharded((train(seed, size, [killed(source, size)]), size) for seed, source in chosen)
 
 
 @pytest.mark.parametrize("late", ["others", "computing"])
 def test_a_rank_that_is_killed_on_devices_changes_no_bit(late):
-    seen = 0
-    for seed in range(10):
+    def run(seed):
         chosen = random.Random(seed)
         size = chosen.choice([2, 3, 4])
-        fault = Fault("is killed", chosen.randrange(size), chosen.randrange(POINTS))
-        run = simulated(elastic_programs.train_on_device, size, seed, size, faults=[fault], device=late, limit=300.0)
-        if was_too_early(run):
-            continue
-        sizes = agrees_with_the_unsharded_module(run, set(range(size)) - struck(run))
-        seen += sizes[-1] < size
-    assert seen > 3, "seldom a rank was killed"
+        where = {"faults": [killed(chosen, size)], "device": late, "limit": 300.0}
+        return simulated(elastic_programs.train_on_device, size, seed, size, **where), size
+
+    train_on_as_if_unsharded(map(run, range(10)))
 
 
 @pytest.mark.parametrize("late", ["others", "computing"])
