@@ -1,8 +1,8 @@
-"""Read boxes in the memory of ranks on the same machine: nobody sends them.
+"""Read boxes in the memory of ranks on the same machine, in place of sending them.
 
-Each rank shows where its boxes are, and a word: random bytes. A rank that finds them where the other one has them can
-read all: so each rank tries, and nothing is assumed about hosts, containers and what the system allows. It looks for
-the word again after it has read: a rank that leaves the call early takes its word away before its boxes change.
+Each rank shows the addresses of its boxes, and a word: random bytes. A rank that finds the word at its address can read
+the boxes, too. So each rank tries, and nothing is assumed about hosts, containers and permissions. The reader looks for
+the word again after the read, because a rank that leaves the call early zeroes its word before its boxes change.
 """
 
 import os

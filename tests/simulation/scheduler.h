@@ -127,7 +127,7 @@ is_there(const struct thread *thread)
     }
 }
 
-/* The time from which the thread can run; FOR_EVER: nobody knows. */
+/* The virtual time at which the thread can run; FOR_EVER: it waits for another thread, and for no time. */
 static int64_t
 ready_at(struct thread *thread)
 {
