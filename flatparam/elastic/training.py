@@ -5,7 +5,7 @@
 | after ``every`` steps | each rank copies its state (``snapshot.py``), and sends stripes of the copy (``parity.py``) |
 | before the optimizer steps | each rank waits for the others' stripes: then the copied step is committed |
 | a rank is lost | the others decide the next epoch (``epochs.py``), and go back to the last committed step in it |
-| a process asks to join | the same at the next step boundary, with no rank lost |
+| a process asks to join | the same at the next step boundary, with no rank lost; after a loss a step is done before |
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class Session:
         extra = {"step": self.step, "rng": _random_states(devices), "extra": _state_of(self.extra)}
         plan = Plan(self.model, self.optimizer, extra, (self.epoch.number, self.step), number)
         lengths, asks = self._agree(plan.length)
-        old = None
-        if self._is_committed():  # all ranks are here, so the newest generation is whole on all of them
+        old, is_first = None, not self._is_committed()
+        if not is_first:  # all ranks are here, so the newest generation is whole on all of them
             self._attempts = 0
             old = self.generations[0] if len(self.generations) > 1 else None
             del self.generations[:-1]
@@ -242,7 +242,7 @@ class Session:
         plan.write(generation.data)
         self.generations.append(generation)
         generation.send(self._group)
-        if min(asks) > self.epoch.asks:
+        if min(asks) > self.epoch.asks and not is_first:  # a step that was lost waits for no new process
             self.complete()
             _gathered(0)  # the newest snapshot is whole on all ranks
             self.go_to(self.epochs.grown(self.epoch, min(asks)))

@@ -18,6 +18,8 @@ Promises:
   `test_worlds_that_fail_one_after_another_keep_no_copy_more`
 - new processes that join at a random time change no bit, also if a rank is killed meanwhile:
   `test_processes_that_join_change_no_bit`
+- the others repeat the step of a loss without a new process, for which they would wait:
+  `test_the_step_of_a_loss_waits_for_no_new_process`
 - a rank that was stopped for longer than the heartbeat is replaced and ends quietly: `test_a_stopped_rank_is_replaced`
 - a corrupt copy or parity, or one of an older step, is refused by all ranks alike: they go on from the newest state of
   which all pieces are sound, or all raise one error that names the piece, its rank and step, and the newest checkpoint:
@@ -213,6 +215,14 @@ def test_processes_that_join_change_no_bit(first):
         most, joined = max(most, *sizes), joined + (max(sizes) > size)
     assert most == (6 if first else 5)
     assert joined > 5
+
+
+@pytest.mark.parametrize("second", [0.2, 0.22, 0.25, 0.3])
+def test_the_step_of_a_loss_waits_for_no_new_process(second):
+    run = simulated(
+        elastic_programs.train, 4, 1, 3, "parity", [(2, second)], 0.05, [(3, 2, "is killed")], limit=300.0
+    )
+    assert agrees_with_the_unsharded_module(run, {0, 1, 3}) == [3, 3, 3, 2, 3, 3]
 
 
 @pytest.mark.parametrize("first", [1, 0])
