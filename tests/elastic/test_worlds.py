@@ -84,7 +84,7 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         mine.make_world(Epoch(1, ["0.0", "1.0"]))
-    assert seconds - 0.1 < time.monotonic() - begin < seconds + 2.0
+    assert seconds - 0.1 < time.monotonic() - begin < seconds + 5.0  # the group may take 60
     mine.end_world()
 
 

@@ -35,7 +35,7 @@ from flatparam.layer_zero import FlatParamHandle, agree
 pytestmark = pytest.mark.multiprocess
 
 LIMIT = 20.0  # seconds that a collective of these groups may take
-SOON = 3.0  # seconds from Ctrl-C to the end of a wait: 0.3, but for a busy machine
+SOON = 8.0  # seconds from Ctrl-C to the end of a wait: 0.3, but for a busy machine
 
 
 def new_group(limit=LIMIT):

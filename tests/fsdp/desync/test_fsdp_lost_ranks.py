@@ -168,10 +168,7 @@ def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
             assert code == 3, ends
             told[rank], seconds, shown = json.loads(said)
             assert "RuntimeError" not in shown, shown  # gloo's, with lines of its sources
-            assert seconds < (10.0 if how.startswith("stops") else 6.0), (
-                seconds,
-                ends,
-            )  # 3 or 1, but for a busy machine
+            assert seconds < 10.0, (seconds, ends)  # 3 if it stops, else 1, but for a busy machine
     assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
     if (how, who) != ("dies", 0):  # whose process has the store
         assert len(set(told.values())) == 1, told
