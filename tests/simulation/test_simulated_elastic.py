@@ -219,9 +219,7 @@ def test_processes_that_join_change_no_bit(first):
 
 @pytest.mark.parametrize("second", [0.2, 0.22, 0.25, 0.3])
 def test_the_step_of_a_loss_waits_for_no_new_process(second):
-    run = simulated(
-        elastic_programs.train, 4, 1, 3, "parity", [(2, second)], 0.05, [(3, 2, "is killed")], limit=300.0
-    )
+    run = simulated(elastic_programs.train, 4, 1, 3, "parity", [(2, second)], 0.05, [(3, 2, "is killed")], limit=300.0)
     assert agrees_with_the_unsharded_module(run, {0, 1, 3}) == [3, 3, 3, 2, 3, 3]
 
 
