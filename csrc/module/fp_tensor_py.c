@@ -74,6 +74,13 @@ storage_holders(PyObject *module, PyObject *tensor)
 }
 
 static PyObject *
+has_freed(PyObject *module, PyObject *unused)
+{
+    const int found = fp_torch_has_freed();
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
+static PyObject *
 digest(PyObject *module, PyObject *tensor)
 {
     uint64_t found;
@@ -319,6 +326,9 @@ PyMethodDef fp_tensor_methods[] = {
     {"storage_holders", storage_holders, METH_O,
      "storage_holders($module, tensor, /)\n--\n\n"
      "Return the number of tensors over the storage of tensor, of Python and of C++."},
+    {"has_freed", has_freed, METH_NOARGS,
+     "has_freed($module, /)\n--\n\n"
+     "Return whether a storage lives that flatparam has freed: a weight may be kept longer than its model."},
     {"digest", digest, METH_O,
      "digest($module, tensor, /)\n--\n\n"
      "Return a 64-bit digest of the values of a dense tensor on the host, to compare tensors of one size and the same "

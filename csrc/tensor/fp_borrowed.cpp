@@ -2,6 +2,7 @@
 // written to. See fp_torch_lend().
 #include <ATen/dlpack.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "tensor/fp_bridge.hpp"
@@ -89,6 +90,17 @@ fp_torch_storage_holders(PyObject *object)
         const at::Tensor &tensor = fp::unpack(object);
         return static_cast<int64_t>(tensor.storage().use_count()) -
                (fp::python_references(fp::storage_of(tensor)) > 0 ? 1 : 0);
+    });
+}
+
+int
+fp_torch_has_freed(void)
+{
+    return fp::guarded(-1, [] {
+        return static_cast<int>(std::ranges::any_of(fp::reused(), [](const auto &known) {
+            const auto storage = known.second.lock();
+            return storage.defined() && fp::memory_of(storage.get()) == 0;
+        }));
     });
 }
 

@@ -142,6 +142,7 @@ int fp_torch_lacks_memory(PyObject *object);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements for which its storage has memory; -1: error */
 int64_t fp_torch_storage_holders(PyObject *tensor);  /* tensors over its storage; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
+int fp_torch_has_freed(void); /* 1: a storage lives that flatparam has freed, perhaps without its model; 0; -1 */
 
 /* *out = fp_digest() (core/fp_digest.h) of the memory of a plain, dense tensor on the host. */
 int fp_torch_digest(PyObject *tensor, uint64_t *out);

@@ -99,18 +99,14 @@ class Lifetime:
         self.reached = None
         _settle()
 
-    def replace(
-        self, *targets: str, test: str, owner: type | None = None, everywhere: bool = False, outermost: bool = False
-    ) -> Callable[[F], F]:
+    def replace(self, *targets: str, test: str, **settings: Any) -> Callable[[F], F]:
         """Declare that ``targets`` are replaced: the decorated function returns the replacement for an original.
 
         Modules that are not imported are changed after their import. A name that this torch lacks is left out.
 
-        Args: ``targets``: ``"module:name"`` or ``"module:class.name"``, all of one function; ``owner``: the class, if
-        ``install(runtime=True)`` lets its name mean ours; ``everywhere``: replace each name under which a module has
-        imported the function; ``outermost``: ``renew()`` puts a further replacement around another library's.
+        Args: ``targets``: ``"module:name"`` or ``"module:class.name"``, all of one function; ``settings``: fields of
+        ``_Replacement``.
         """
-        settings: dict[str, Any] = {"owner": owner, "everywhere": everywhere, "outermost": outermost}
         return self._declare(targets, test, lambda new: _Replacement(targets, new=new, **settings))
 
     def around(self, *targets: str, test: str, **settings: Any) -> Callable[[F], F]:
@@ -131,7 +127,7 @@ class Lifetime:
 
     def add(self, target: str, test: str, owner: type | None = None) -> Callable[[F], F]:
         """Declare that ``target`` becomes the decorated function, also where it is inherited or missing."""
-        settings: dict[str, Any] = {"owner": owner, "adds": True}
+        settings: Any = {"owner": owner, "adds": True}
         return self._declare([target], test, lambda ours: _Replacement([target], new=lambda _: ours, **settings))
 
     def change(self, *targets: str, test: str) -> Callable[[F], F]:
@@ -226,12 +222,19 @@ Place = tuple[Any, str]  # an object, and the name of its attribute
 
 @dataclass(eq=False, kw_only=True)
 class _Replacement(_Change):
-    """Attributes that are replaced."""
+    """Attributes that are replaced.
+
+    ``new(original)``: what replaces it; ``owner``: the class, if ``install(runtime=True)`` lets its name mean ours;
+    ``everywhere``: replace each name under which a module has imported the function; ``outermost``: ``renew()`` puts a
+    further replacement around another library's; ``adds``: the name may be missing, or inherited; ``is_needed()``:
+    whether they stay replaced after the lifetime, until a later garbage collection asks again.
+    """
 
     new: Callable[[Any], Any]
-    owner: type | None
+    owner: type | None = None
     everywhere: bool = False
     adds: bool = False
+    is_needed: Callable[[], bool] = bool  # no
     # Where ours is, perhaps below another library's
     _put: dict[tuple[int, str], tuple[Place, Any]] = field(default_factory=dict, init=False)
     undo = "The original is put back, unless another library has replaced ours."
@@ -248,6 +251,8 @@ class _Replacement(_Change):
                     _write(place, ours)
 
     def take_back(self) -> bool:
+        if self.is_needed():
+            return False
         for key, (place, _) in list(self._put.items()):
             while (pair := self._pair_of(_read(place))) is not None:
                 _write(place, pair[0])

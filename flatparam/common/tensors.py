@@ -234,7 +234,7 @@ def _lending_exchange(capsule: Any) -> Any:
     return _C.lending_exchange(capsule)
 
 
-@flat_params_live.around("torch:UntypedStorage.is_shared", test=_LENT)
+@flat_params_live.around("torch:UntypedStorage.is_shared", test=_LENT, is_needed=_C.has_freed)
 def _readable(is_shared: Callable[..., bool], storage: torch.UntypedStorage) -> bool:
     """Raise the error of freed memory: torch reads the address where no error may pass, and the process would end."""
     storage.data_ptr()

@@ -5,6 +5,7 @@ Prints a JSON object: model -> operation -> type and text of what it raised, or 
 
 import copy
 import functools
+import gc
 import io
 import json
 import os
@@ -189,6 +190,14 @@ def main():
             model = make()
             weight = weight_of(model)
             results[name] = tried({what: functools.partial(call, weight) for what, call in OPERATIONS.items()})
+        del model
+        weight = weight_of(evaluated(wrapped()))
+        gc.collect()  # once for the model, and once for what it has changed in torch
+        gc.collect()
+        results["gone"] = tried({what: functools.partial(call, weight) for what, call in OPERATIONS.items()})
+        ours, weight = torch.UntypedStorage.is_shared, None
+        gc.collect()
+        assert torch.UntypedStorage.is_shared is not ours
         results["calls"] = tried(CALLS)
     json.dump(results, sys.stdout)
 

@@ -2,7 +2,8 @@
 
 Promises:
 - the error for an operation on a sharded parameter names the parameter, the reason and the remedy, for 44 operations on
-  models of 9 kinds; no process crashes: `test_operations_on_sharded_parameters_name_them_and_what_to_do`
+  models of 9 kinds, and on a weight that is kept longer than its model; no process crashes:
+  `test_operations_on_sharded_parameters_name_them_and_what_to_do`
 - borrowed memory of full weights (NumPy, DLPack in each of its ways, shared memory, a file that other processes map, a
   storage) keeps its values, and training has the same bits; the memory is freed with the borrower; in the drop-in too:
   `test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing`, `test_dropin_memory.py`
@@ -45,7 +46,7 @@ WIDTH = 300  # its blocks are so large that the allocator unmaps what is freed
 def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     """44 operations each, from the constructor on, of NumPy, pickle and users of addresses too: none of them dies."""
     results = printed_by("freed_operations.py")
-    assert len(results) == 10
+    assert len(results) == 11
     assert len(results["wrapped"]) >= 40
     said = re.compile(r"RuntimeError: flatparam: a parameter of the unit of .*`[0-9.]*weight`.*summon_full_params")
     texts = {(model, what): text for model, tried in results.items() for what, text in tried.items()}
