@@ -7,6 +7,7 @@ So its bits are those of torch's fused step over flat tensors, the runs. Paramet
 wrongly are stepped as torch does by default (``_C.runs`` finds them).
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim.sgd import sgd
 
 from . import _C
 from .common.optimizers import is_half_on_host
-from .common.torch_private import TracingContext
+from .common.torch_private import TracingContext, _get_fused_kernels_supported_devices
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _ALL_MOMENTS = (*_MOMENTS, "max_exp_avg_sq")
@@ -25,7 +26,7 @@ _BUFFER = "momentum_buffer"
 
 
 def _runs(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], keys: tuple[str, ...], make_states: Callable[[], object]
+    optimizer: "_Fused", group: dict[str, Any], keys: tuple[str, ...], make_states: Callable[[], object]
 ) -> tuple[list[Any], ...] | None:
     """Return lists of tensors for a step of ``group``, one tensor a run (``_C.runs``); None: torch has to step it.
 
@@ -33,11 +34,10 @@ def _runs(
     """
     # Dynamo calls _init_group itself, as it traces a step; torch 2.11 does not say then that it compiles
     is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
-    if not group["fused"] or group["differentiable"] or group.get("capturable") or is_traced:
+    is_torchs = group["differentiable"] or group.get("capturable") or optimizer._has_twice or is_traced
+    if not group["fused"] or is_torchs:
         return None
-    found_inf = getattr(optimizer, "found_inf", None)
-    advance = 1.0 if found_inf is None else 1.0 - float(found_inf)
-    arguments = list(group["params"]), optimizer.state, keys, keys[:1] == ("step",), advance
+    arguments = list(group["params"]), optimizer.state, keys, keys[:1] == ("step",)
     found = _C.runs(*arguments, True)
     if found is False:
         make_states()
@@ -46,7 +46,23 @@ def _runs(
         for chain in found:
             _pack(optimizer.state, chain, keys)
         found = _C.runs(*arguments, False)
-    return found if isinstance(found, tuple) else None
+    if not isinstance(found, tuple):
+        return None
+    _check_shapes(optimizer, group, found[-1], ("gradient", *keys))
+    return found
+
+
+def _check_shapes(optimizer: "_Fused", group: dict[str, Any], params: Sequence[Tensor], keys: Sequence[str]) -> None:
+    """Raises: ValueError, before anything is stepped: torch loads states of any shape, and refuses or crashes later."""
+    for param, key in itertools.product(params, keys):
+        tensor = param.grad if key == "gradient" else optimizer.state.get(param, {}).get(key)
+        if key != "step" and tensor is not None and tensor.shape != param.shape:
+            place = [one is param for one in group["params"]].index(True)
+            name = group["param_names"][place] if "param_names" in group else f"parameter {place} of its group"
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected {key} of {name} to have its shape {tuple(param.shape)}, got "
+                f"{tuple(tensor.shape)}: load the state of the same model, and replace no data by that of another shape"
+            )
 
 
 def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: Sequence[str]) -> None:
@@ -78,12 +94,14 @@ class _Fused(torch.optim.Optimizer):
             if group["fused"] is None:
                 excluded = group["foreach"] or group["differentiable"] or any(map(self._is_unfit, group["params"]))
                 group["fused"] = not excluded
+        # torch counts both steps of such a parameter before the first is taken: others of its run would, too
+        self._has_twice = any(len({*map(id, one["params"])}) < len(one["params"]) for one in self.param_groups)
         # Only torch's fused kernels take a gradient scaler's settings.
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
     def _is_unfit(self, param: Tensor) -> bool:
         """Return whether torch's fused kernel cannot step ``param``."""
-        return param.is_complex()
+        return param.is_complex() or param.device.type not in _get_fused_kernels_supported_devices()
 
     def _step_apart(self, group: dict[str, Any], params: list[Any]) -> None:
         """Step ``params`` as torch does by default, after what its fused kernels do for a gradient scaler."""
@@ -102,28 +120,33 @@ class Adam(_Fused, torch.optim.Adam):
     """torch.optim.Adam, whose step takes pieces that lie side by side as one."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fill ``lists`` with the tensors that torch's step gives to its kernel."""
+        """Step the runs here, and leave torch's step nothing: the parameters of a run count their steps as one."""
         init_group: Any = super()._init_group
         keys = _ALL_MOMENTS if group["amsgrad"] else _MOMENTS
         found = _runs(self, group, keys, lambda: init_group(group, *([] for _ in lists)))
         if found is None:
             return bool(init_group(group, *lists))
-        *tensors, _, apart = found
-        params, grads, averages, squares, most, steps = lists
-        for given, some in zip((params, grads, steps, averages, squares, most), tensors, strict=False):
-            given += some
+        params, grads, steps, averages, squares, *most, others, apart = found
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        try:
+            self._call(group, params, grads, averages, squares, *(most or [[]]), steps, fused=True, **scaling)
+        finally:  # also if it is refused, before or after torch has counted the step
+            for step, rest in zip(steps, others, strict=True):
+                if rest is not None:
+                    rest.fill_(step)
         self._step_apart(group, apart)
         return False
 
     def _step_default(self, group: dict[str, Any]) -> None:
         lists: list[list[Any]] = [[] for _ in range(6)]
         init_group: Any = super()._init_group
-        has_complex = init_group(group, *lists)
+        self._call(group, *lists, has_complex=init_group(group, *lists))
+
+    def _call(self, group: dict[str, Any], *tensors: list[Any], **more: Any) -> None:
         names = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
         settings: dict[str, Any] = {name: group[name] for name in names}
-        settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "has_complex": has_complex}
         call: Any = adam
-        call(*lists, **settings)
+        call(*tensors, beta1=group["betas"][0], beta2=group["betas"][1], **settings, **more)
 
 
 class AdamW(Adam, torch.optim.AdamW):

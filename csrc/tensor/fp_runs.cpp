@@ -94,8 +94,7 @@ class StepRuns {
 
     void append(const StepPiece &piece);
     void end_chain();
-    PyObject *lists(double advance) const;
-    PyObject *scattered() const;
+    PyObject *lists() const;
 
     std::vector<std::vector<PyObject *>> chains; // the parameters of those whose states are scattered
 
@@ -212,22 +211,27 @@ StepRuns::append(const StepPiece &piece)
     last_ = piece;
 }
 
-// A 1-D tensor over the memory of a run, which counts its changes in place with first.
+// A 1-D tensor over the memory of a run from the element skipped on, which counts its changes in place with first.
 at::Tensor
-over(const at::Tensor &first, int64_t numel)
+over(const at::Tensor &first, int64_t numel, int64_t skipped = 0)
 {
     constexpr int64_t stride = 1;
-    at::Tensor whole = alias(first, {&numel, 1}, {&stride, 1}, first.storage_offset());
+    at::Tensor whole = alias(first, {&numel, 1}, {&stride, 1}, first.storage_offset() + skipped);
     whole.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(first));
     return whole;
 }
 
+// make: returns the new reference that becomes item i.
+template <typename Make>
 PyObject *
-new_list(size_t n)
+new_list(size_t n, const Make &make)
 {
     PyObject *const list = PyList_New(static_cast<Py_ssize_t>(n));
     if (list == nullptr) {
         throw python_error();
+    }
+    for (size_t i = 0; i < n; i++) {
+        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), make(i));
     }
     return list;
 }
@@ -235,49 +239,31 @@ new_list(size_t n)
 PyObject *
 new_list(const std::vector<PyObject *> &items)
 {
-    PyObject *const list = new_list(items.size());
-    for (size_t i = 0; i < items.size(); i++) {
-        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), Py_NewRef(items[i]));
-    }
-    return list;
+    return new_list(items.size(), [&](size_t i) { return Py_NewRef(items[i]); });
 }
 
 PyObject *
-StepRuns::lists(double advance) const
+StepRuns::lists() const
 {
     THPObjectPtr out(PyTuple_New(static_cast<Py_ssize_t>(kinds_) + 2));
-    PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_) + 1, new_list(apart_));
-    PyObject *const counts = new_list(runs_.size());
-    PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_), counts);
+    const auto others = [&](size_t r) {
+        const Py_ssize_t rest = runs_[r].count - 1;
+        return !steps_     ? PyLong_FromSsize_t(rest + 1)
+               : rest == 0 ? Py_NewRef(Py_None)
+                           : THPVariable_Wrap(over(*runs_[r].first.tensors[2], rest, 1));
+    };
     for (size_t k = 0; k < kinds_; k++) {
-        PyObject *const list = new_list(runs_.size());
-        PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(k), list);
-        for (size_t r = 0; r < runs_.size(); r++) {
+        const auto tensors = [&](size_t r) {
             const at::Tensor &first = *runs_[r].first.tensors[k];
             const bool as_given = runs_[r].count == 1 || (steps_ && k == 2);
-            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(r),
-                            THPVariable_Wrap(as_given ? first : over(first, runs_[r].numel)));
-        }
+            return THPVariable_Wrap(as_given ? first : over(first, runs_[r].numel));
+        };
+        PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(k), new_list(runs_.size(), tensors));
     }
-    for (size_t r = 0; r < runs_.size(); r++) {
-        PyList_SET_ITEM(counts, static_cast<Py_ssize_t>(r), PyLong_FromSsize_t(runs_[r].count));
-        float *const step = steps_ && runs_[r].count > 1 ? step_of(*runs_[r].first.tensors[2]) : nullptr;
-        for (Py_ssize_t i = 1; step != nullptr && i < runs_[r].count; i++) {
-            step[i] += static_cast<float>(advance);
-        }
-    }
+    PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_), new_list(runs_.size(), others));
+    PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_) + 1, new_list(apart_));
     for (const at::Tensor *const param : joined_) {
         param->unsafeGetTensorImpl()->bump_version(); // torch counts the change of the first
-    }
-    return out.release();
-}
-
-PyObject *
-StepRuns::scattered() const
-{
-    THPObjectPtr out(new_list(chains.size()));
-    for (size_t i = 0; i < chains.size(); i++) {
-        PyList_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i), new_list(chains[i]));
     }
     return out.release();
 }
@@ -363,7 +349,10 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
         }
     }
     *found = m;
-    for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
+    if (n_keys_ == 0) {
+        return Search::all;
+    }
+    for (size_t i = 0; i < m; i++) {
         StepPiece &piece = (*pieces)[i];
         piece.state = of(piece.param);
         if (piece.state == nullptr ? PyErr_Occurred() != nullptr : !PyDict_Check(piece.state)) {
@@ -371,12 +360,12 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
         }
         prefetch(piece.state, 1);
     }
-    for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
+    for (size_t i = 0; i < m; i++) {
         if ((*pieces)[i].state != nullptr) {
             prefetch(reinterpret_cast<PyDictObject *>((*pieces)[i].state)->ma_keys, 2);
         }
     }
-    for (size_t i = 0; n_keys_ > 0 && i < m; i++) {
+    for (size_t i = 0; i < m; i++) {
         StepPiece &piece = (*pieces)[i];
         const Search result = piece.state == nullptr ? Search::missing : read(&piece);
         if (result == Search::missing && !steps_) {
@@ -405,7 +394,7 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
 } // namespace fp
 
 PyObject *
-fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, double advance, int packs)
+fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, int packs)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         TORCH_CHECK_TYPE(PyList_Check(params) && PyDict_Check(state) && PyTuple_Check(keys),
@@ -433,6 +422,8 @@ fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, doubl
             }
         }
         runs.end_chain();
-        return runs.chains.empty() ? runs.lists(advance) : runs.scattered();
+        const auto &chains = runs.chains;
+        return chains.empty() ? runs.lists()
+                              : fp::new_list(chains.size(), [&](size_t i) { return fp::new_list(chains[i]); });
     });
 }

@@ -16,15 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from .patches import flat_params_live
-from .torch_private import (
-    FlatParameter,
-    _alloc_storage,
-    _detach_if_needed,
-    _free_storage,
-    _same_storage,
-    _same_storage_size,
-    _storage_size_allocated,
-)
+from .torch_private import FlatParameter, _alloc_storage, _detach_if_needed, _free_storage, torch_flat_param
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -171,7 +163,7 @@ def is_allocated(tensor: Tensor) -> bool:
     """Whether the storage of ``tensor`` has exactly the size of ``tensor``."""
     if _C.is_plain_tensor(tensor):
         return _C.storage_numel(tensor) == tensor.numel()
-    return bool(_same_storage_size(tensor, tensor.numel()))
+    return bool(torch_flat_param._same_storage_size(tensor, tensor.numel()))
 
 
 def refuse_freed(tensor: Any, what: str) -> None:
@@ -188,7 +180,8 @@ def refuse_freed(tensor: Any, what: str) -> None:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the storage of ``tensor`` has any memory."""
-    return _C.storage_numel(tensor) > 0 if _C.is_plain_tensor(tensor) else _storage_size_allocated(tensor)
+    is_plain = _C.is_plain_tensor(tensor)
+    return _C.storage_numel(tensor) > 0 if is_plain else torch_flat_param._storage_size_allocated(tensor)
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -198,7 +191,8 @@ def pinned(tensor: Tensor) -> Tensor:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether both use one storage. Two freed storages count as one, as in torch's ``_same_storage``."""
-    return _C.same_storage(a, b) if _C.is_plain_tensor(a) and _C.is_plain_tensor(b) else bool(_same_storage(a, b))
+    are_plain = _C.is_plain_tensor(a) and _C.is_plain_tensor(b)
+    return _C.same_storage(a, b) if are_plain else bool(torch_flat_param._same_storage(a, b))
 
 
 def is_at(value: Tensor, place: Tensor) -> bool:

@@ -52,22 +52,13 @@ from torch.distributed.fsdp._flat_param import (
     _get_aligned_numel,
     _get_dtype_size,
     _safe_setattr_tensor_or_param,
-    _same_storage,
-    _same_storage_size,
     _ShardParamInfo,
-    _storage_size_allocated,
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
     _warn_skip_writeback_check,
     _warn_use_fake_all_gather,
     _warn_use_fake_reduce,
     logger,
-)
-from torch.distributed.fsdp._fsdp_extensions import (
-    _ext_all_gather_dtensor,
-    _ext_chunk_dtensor,
-    _ext_chunk_tensor,
-    _ext_pre_load_state_dict_transform,
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
@@ -77,6 +68,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError
 

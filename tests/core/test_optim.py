@@ -17,9 +17,14 @@ Promises:
 - a sparse gradient is refused at any step: `test_a_sparse_gradient_is_refused_at_any_step`
 - gradients and states with other strides than the parameter's step as by default:
   `test_other_strides_step_as_by_default`
-- `foreach`, `differentiable` and complex parameters turn the default `fused=True` off, also in a loaded group, and a
-  gradient scaler takes such an optimizer: `test_fused_is_the_default_where_it_can_be`,
+- `foreach`, `differentiable`, complex parameters and devices without fused kernels turn the default `fused=True` off,
+  also in a loaded group, and a gradient scaler takes such an optimizer:
+  `test_fused_is_the_default_where_it_can_be`, `test_parameters_on_meta_step_as_by_default`,
   `test_a_grad_scaler_takes_a_loaded_group`
+- a step that raises counts for all parameters of a run or for none, and states of other shapes than their parameters'
+  are refused by name before anything is stepped: `test_a_step_that_raises_counts_for_all_or_none`,
+  `test_a_state_of_another_shape_is_refused_by_name`
+- a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`
 - joining the states keeps one kind of them twice at a time, and the dicts that the optimizer had:
   `test_joining_keeps_dicts_and_frees_states`
 """
@@ -558,6 +563,72 @@ def test_a_grad_scaler_takes_a_loaded_group(name, foreach):
     torch.testing.assert_close(joined(mine), joined(theirs))
 
 
+def test_parameters_on_meta_step_as_by_default():
+    for kind in (optim.AdamW, optim.Adam, optim.SGD):
+        param = nn.Parameter(torch.empty(4, device="meta"))
+        param.grad = torch.empty_like(param)
+        one = kind([param])
+        one.step()
+        assert not one.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"])
+@pytest.mark.parametrize("wrong", ["missing", "text"])
+def test_a_step_that_raises_counts_for_all_or_none(key, wrong):
+    mine = side_by_side([VECTOR] * 4)
+    theirs = alone(mine)
+    ours, others = make("AdamW", mine), make("AdamW", theirs, torch.optim)
+    for step in range(4):
+        give_grads(step, mine, theirs)
+        if step == 2:
+            for optimizer in (ours, others):
+                group = optimizer.param_groups[0]
+                right = group.pop(key)
+                group |= {} if wrong == "missing" else {key: "x"}
+                with pytest.raises((KeyError, TypeError, ValueError)):
+                    optimizer.step()
+                group[key] = right
+        ours.step()
+        others.step()
+        assert_equal(mine, ours, theirs, others)
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("numel", [3, VECTOR, 5 * VECTOR])
+@pytest.mark.parametrize("setting", ["AdamW", "SGD momentum"])
+def test_a_state_of_another_shape_is_refused_by_name(setting, numel, names):
+    """As torch loads them. Its loop then raises amid a step, and its fused kernel goes beyond the memory."""
+    source, mine = side_by_side([VECTOR, numel, VECTOR]), side_by_side([VECTOR, 2 * VECTOR, VECTOR])
+    give_grads(0, source)
+    saved_from = make(setting, source)
+    saved_from.step()
+    ours = make(setting, zip(("first", "second", "last"), mine, strict=True) if names else mine)
+    ours.load_state_dict(saved_from.state_dict())
+    give_grads(1, mine)
+    before, steps = joined(mine).clone(), [dict(ours.state[param]).get("step") for param in mine]
+    key, name = "exp_avg" if setting == "AdamW" else "momentum_buffer", "second" if names else "parameter 1 of"
+    with pytest.raises(ValueError, match=rf"expected {key} of {name} .*\({2 * VECTOR},\), got \({numel},\)"):
+        ours.step()
+    assert torch.equal(joined(mine), before)
+    assert [dict(ours.state[param]).get("step") for param in mine] == steps
+
+
+@every_setting
+def test_a_parameter_twice_in_a_group_steps_as_with_torch(setting):
+    mine = side_by_side([VECTOR] * 6)
+    theirs = alone(mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, for the duplicate
+        ours, others = (
+            make(setting, [*params, params[2]], package) for params, package in ((mine, optim), (theirs, torch.optim))
+        )
+    for step in range(3):
+        give_grads(step, mine, theirs)
+        ours.step()
+        others.step()
+        assert_equal(mine, ours, theirs, others)
+
+
 def transposed(tensor):
     """The same values, column by column in memory."""
     return tensor.t().contiguous().t()
@@ -680,13 +751,13 @@ def test_a_compiled_step_is_torchs(name):
 def test_arguments_of_another_kind_are_refused():
     for given in (((), {}, ()), ([], [], ()), ([], {}, []), ([3], {}, ())):
         with pytest.raises(TypeError, match="expected a"):
-            _C.runs(*given, False, 1.0, True)
+            _C.runs(*given, False, True)
     with pytest.raises(ValueError, match="at most 4 keys"):
-        _C.runs([], {}, tuple("abcde"), False, 1.0, True)
+        _C.runs([], {}, tuple("abcde"), False, True)
     mine = side_by_side([4, 4])
     give_grads(0, mine)
-    assert _C.runs(mine, {}, ("step",), True, 1.0, True) is False
-    assert _C.runs(mine, {param: {"step": 3} for param in mine}, ("step",), True, 1.0, True) is None
-    assert _C.runs(mine, {param: [3] for param in mine}, ("step",), True, 1.0, True) is None
-    assert _C.runs(mine, {}, (), False, 1.0, True)[-2:] == ([2], [])
-    assert _C.runs(mine, {}, ("momentum_buffer",), False, 1.0, True) == ([], [], [], [], mine)
+    assert _C.runs(mine, {}, ("step",), True, True) is False
+    assert _C.runs(mine, {param: {"step": 3} for param in mine}, ("step",), True, True) is None
+    assert _C.runs(mine, {param: [3] for param in mine}, ("step",), True, True) is None
+    assert _C.runs(mine, {}, (), False, True)[-2:] == ([2], [])
+    assert _C.runs(mine, {}, ("momentum_buffer",), False, True) == ([], [], [], [], mine)

@@ -22,15 +22,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from ... import _C
 from ...common.collectives import ranks_of
 from ...common.tensors import as_sent, row_major
-from ...common.torch_private import (
-    Shard,
-    ShardedTensor,
-    _create_chunk_sharded_tensor,
-    _ext_all_gather_dtensor,
-    _ext_chunk_dtensor,
-    _ext_chunk_tensor,
-    _ext_pre_load_state_dict_transform,
-)
+from ...common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor, torch_extensions
 from ..desync import checked_collectives, torch_collectives
 from ..errors import StateError
 from ..sharding.flat_param import FlatParam
@@ -69,9 +61,9 @@ def cut_rows(param: UnitParam, whole: Tensor, *, to_cpu: bool) -> Any:
     group: Any = placement.optim
     rows: Any
     if extension is not None and placement.mesh is not None:
-        rows = _ext_chunk_dtensor(whole, placement.rank, placement.mesh, extension)
+        rows = torch_extensions._ext_chunk_dtensor(whole, placement.rank, placement.mesh, extension)
     elif extension is not None:
-        rows = _ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
+        rows = torch_extensions._ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
     elif placement.mesh is not None:
         first, last = _rows_of(whole.shape[0], _cuts_of(flat_param, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
@@ -95,7 +87,7 @@ def _without_extension(param: UnitParam, value: Any) -> Any:
     """Convert a ``ShardedTensor`` that an extension has cut to flatparam's cut. Return other values unchanged."""
     if param.extension is None or not isinstance(value, ShardedTensor):
         return value
-    return _ext_pre_load_state_dict_transform(value, param.extension)[0]
+    return torch_extensions._ext_pre_load_state_dict_transform(value, param.extension)[0]
 
 
 def _splits(flat_param: FlatParam) -> list[Any]:
@@ -216,7 +208,7 @@ def whole_values(values: Mapping[UnitParam, Any]) -> Iterator[tuple[UnitParam, T
             yield param, param.original.plain(value)
         elif isinstance(value, DTensor) and param.extension is not None:
             mesh = param.flat_param.placement.mesh._get_root_mesh()
-            yield param, _ext_all_gather_dtensor(value, mesh, param.extension).detach()
+            yield param, torch_extensions._ext_all_gather_dtensor(value, mesh, param.extension).detach()
         elif param.is_sharded:
             groups.setdefault((param.flat_param, dtype_of(value)), {})[param] = value
         else:
