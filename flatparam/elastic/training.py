@@ -37,7 +37,7 @@ from ..common.patches import Lifetime
 from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
-from ..fsdp.desync.checked_collectives import CAME_LATE, STAYS_AWAY, gather_objects, run, settle
+from ..fsdp.desync.checked_collectives import CAME_LATE, STAYS_AWAY, check_exchanges, exchange, gather_objects, settle
 from ..fsdp.desync.events import SetupCollective
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of_world
 from ..fsdp.desync.trace import TRANSPORT
@@ -84,7 +84,7 @@ class Session:
         self.joins: Epoch | None = None  # the epoch in which a new process joins
         self.epoch = Epoch(-1, [])
         self.step = 0
-        self._until = 0
+        self._until = -1  # before ``steps``
         self.has_recovered = False  # since the last step was yielded
         self.model: Any = None
         self.optimizer: Any = None
@@ -375,24 +375,26 @@ class Session:
         self.step = extra["step"]
         _set_random_states(devices_of(self.model), extra["rng"])
         _set_state(self.extra, extra["extra"])
+        check_exchanges([world()], torch.device("cpu"))
 
     # The loop
 
-    def begin(self, model: nn.Module, optimizer: Any, extra: Any) -> None:
+    def begin(self, model: nn.Module, optimizer: Any, until: int, extra: Any) -> None:
         """Check the arguments of ``steps``. A process that joins comes to its epoch here."""
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
-        if self.epochs.wait_for_end(0.0):
-            raise StateError("elastic.steps: the training has ended; `until` is the number of all its steps")
+        if not hasattr(until, "__index__"):
+            raise ValueError(f"elastic.steps: expected `until` to be an int, got {until!r}")
+        if self._until != -1:
+            raise StateError("elastic.steps: was called before: one call yields all steps; `until` is their number")
         _state_of(extra)
-        self.extra = extra
+        self.extra, self._until = extra, max(int(until), 0)
         if self.joins is not None:
             self.go_to(self.joins)
             self.joins = None
 
-    def steps(self, until: int) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """Yield the steps. At the end, or if the script leaves the loop, say so to the launcher."""
-        self._until = until
         with contextlib.suppress(GeneratorExit):  # the script leaves the loop
             yield from self._steps()
         self.epochs.leave()
@@ -474,7 +476,7 @@ def _set_random_states(devices: list[torch.device], states: list[torch.Tensor]) 
 def _gathered(*mine: int) -> list[list[int]]:
     """Return the numbers that each rank gives. A collective call."""
     told = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
-    run(dist.all_gather, told, torch.tensor(mine, device="cpu"), group=world())
+    exchange(SetupCollective.COMMITS, dist.all_gather, told, torch.tensor(mine, device="cpu"), group=world())
     return [one.tolist() for one in told]
 
 
@@ -574,6 +576,7 @@ def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
             if len(others) == 1 or any(one is not None for one in others):  # some have trained with the lost rank
                 raise StateError(_NOT_COMMITTED)
             found.build(build)
+            check_exchanges([world()], torch.device("cpu"))  # gloo ends a process that mixes commits and other calls
             return found.model, found.optimizer
         except Exception as error:
             epoch = found.epoch_after(error)
@@ -650,8 +653,8 @@ def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> It
 
     Raises: ValueError, StateError for other arguments than in ``start``, or than on other ranks.
     """
-    session().begin(model, optimizer, extra)
-    return session().steps(until)
+    session().begin(model, optimizer, until, extra)
+    return session().steps()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ Promises:
 - training, commits and a resize do not depend on torch's default device: `test_another_default_device_changes_nothing`;
   the end of the loop takes no copies, and leaves no exchange under way
 - ranks that give another ``until`` are told so, all alike: `test_ranks_with_another_end_are_told`
+- a second call of ``steps``, and an ``until`` that is no integer, are refused: `test_a_second_loop_is_refused`
+- a rank that skips a step alone, or commits more often, is told with all others, and no process ends in gloo:
+  `test_a_rank_that_skips_a_step_is_told`
 - ranks that are no integers are refused on all ranks: `test_ranks_that_are_no_integers_are_refused_by_all`
 - a rank that leaves the loop by ``break`` says so, as one does that comes to its end:
   `test_a_break_ends_the_loop_like_its_end`
@@ -24,6 +27,7 @@ import threading
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -32,7 +36,7 @@ from flatparam.checkpoint.errors import CheckpointError
 from flatparam.elastic import sampling, training
 from flatparam.elastic.epochs import Epoch
 from flatparam.fsdp.desync.stores import in_memory
-from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.errors import OrderError, StateError
 from tests.elastic.test_worlds import begun, build
 
 
@@ -98,6 +102,58 @@ def test_ranks_with_another_end_are_told():
     text = "elastic.steps: expected the same `until` on all ranks, got [3, 4]"
     for every in (1, 2):
         assert gloo.run_ranks(ends_at, 2, every, [3, 4]) == [text, text]
+
+
+def loops_again(when):
+    """Returns: the steps that are done, and the error of the second call."""
+    _, mine = begun()
+    done = []
+    with pytest.raises(ValueError, match=r"expected `until` to be an int, got 2\.5"):
+        elastic.steps(mine.model, mine.optimizer, until=2.5)
+    try:
+        for step in elastic.steps(mine.model, mine.optimizer, until=3):
+            done.append(step)
+            if when == "in the loop":
+                elastic.steps(mine.model, mine.optimizer, until=3)
+            elif when == "after a break" and step == 1:
+                break
+        elastic.steps(mine.model, mine.optimizer, until=5)
+    except StateError as error:
+        return done, str(error)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("when", "steps"), [("in the loop", [0]), ("after a break", [0, 1]), ("after the loop", [0, 1, 2])]
+)
+def test_a_second_loop_is_refused(when, steps):
+    for done, told in gloo.run_ranks(loops_again, 2, when):
+        assert done == steps
+        assert told == "elastic.steps: was called before: one call yields all steps; `until` is their number"
+
+
+def skips_alone(every, skipped):
+    rank, mine = begun(every[dist.get_rank()])
+    try:
+        for step in elastic.steps(mine.model, mine.optimizer, until=4):
+            if rank == 0 and step == skipped:
+                continue  # a batch that this rank could not read
+            with elastic.survive():
+                mine.model(torch.ones(2, 4)).sum().backward()
+                mine.optimizer.step()
+                mine.optimizer.zero_grad()
+    except OrderError as error:
+        gloo.note(str(error))
+        raise
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("every", "skipped"), [((1, 1), 1), ((1, 2), None)])
+def test_a_rank_that_skips_a_step_is_told(every, skipped):
+    (code, _, told), (other, _, _) = gloo.ends_of_ranks(skips_alone, 2, every, skipped)
+    assert code == other == 1  # by an exception, not by a signal
+    assert "rank 0 commits a step" in told
+    assert "rank 1 gathers the unit of Linear" in told
 
 
 def moves_to(ranks):

@@ -50,6 +50,7 @@ class SetupCollective(enum.Enum):
     LOADS = "compares what it loads", "load_state_dict() or the like"
     TELLS_STATES = "tells which optimizer states it has", "optim_state_dict()"
     SENDS_STATES = "takes the optimizer state that rank 0 has", "optim_state_dict_to_load() or the like"
+    COMMITS = "commits a step", "elastic.steps()"
     SAVES_CHECKPOINT = "saves a checkpoint", "checkpoint.save()"
     LOADS_CHECKPOINT = "loads a checkpoint", "checkpoint.load()"
     RESIZES = "moves the model to other ranks", "elastic.resize()"
