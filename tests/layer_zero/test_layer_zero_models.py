@@ -452,6 +452,7 @@ def refused():
     cases = [
         ((trios[rank], world), r"must be a multiple of .* 4 ranks \[0, 1, 2, 3\] and 3 ranks .* nearest .* is 2"),
         ((alone if rank == 3 else mine, world), r"of one size: rank 0 has \[0, 1\], rank 3 has \[3\]"),
+        ((first_three, world), r"of one size: rank 0 has \[0, 1, 2\], rank 3 has \[\]"),  # rank 3 is in no inner group
         (
             (world, mine),
             r"must hold the zero3 group.* ranks \[2, 3\] are not in|must hold .* ranks \[0, 1\] are not in",

@@ -310,7 +310,8 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
                 f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}. With an auto_wrap_policy "
                 "the ranks of a machine are a group: as many as LOCAL_WORLD_SIZE says, or as there are devices"
             )
-        _check_groups(*process_group)
+        # check_pair tells all ranks, which wait there, of a rank that is in no inner group
+        _check_groups(*process_group[wide and process_group[0] is dist.GroupMember.NON_GROUP_MEMBER :])
         if not wide:
             return dict(zip(("inner", "outer"), process_group, strict=True))
         check_pair(process_group[0], process_group[1], strategy.name)
@@ -433,7 +434,7 @@ def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, 
     first = min(claims)
     size = len(claims[first][0])
     for rank, (inner, _) in claims.items():
-        if len(inner) != size:
+        if len(inner) != size or not inner:
             return (
                 f"the zero3 groups must be of one size: rank {first} has {list(claims[first][0])}, rank {rank} has "
                 f"{list(inner)}"
@@ -541,4 +542,4 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(ranks_of(group))
+    return () if group is dist.GroupMember.NON_GROUP_MEMBER else tuple(ranks_of(group))
