@@ -3,8 +3,9 @@
 Arithmetic only: no file is opened here. A box has the tensor's dimensions; elements in a box are row-major.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -43,26 +44,42 @@ def intersection(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box 
     return Box(tuple(lower), tuple(extent))
 
 
-def reads_of(key: str, chunks: Iterable[Chunk], dense: Dense, start: int, flat: Tensor) -> list[Read]:
+def reads_of(key: str, chunks: Sequence[Chunk], dense: Dense, start: int, flat: Tensor) -> list[Read]:
     """Return the reads that fill ``flat`` with elements ``[start, start + flat.numel())`` of ``key``.
 
     ``dense``: the memory order of ``key`` in the model, in which the elements are numbered. Raises: CheckpointError
     unless ``chunks`` have each element. (``check_whole`` has refused overlaps.)
     """
-    found = []
-    for box in dense.boxes(start, start + flat.numel()):
-        for chunk in chunks:
-            both = intersection(box, chunk.offsets, chunk.sizes)
-            if both is not None:
-                places = zip(both.offsets, chunk.offsets, row_major(chunk.sizes), strict=True)
-                begin = sum((at - first) * stride for at, first, stride in places)
-                found.append(Read(chunk, begin, dense.view(flat, start, both)))
-    count = sum(read.out.numel() for read in found)
+    count, cuts = _cuts(_places(chunks), dense, start, flat.numel())
     if count != flat.numel():
         raise CheckpointError(
             f"`{key}`: the files have {count} of the {flat.numel()} elements from {start} on that are wanted"
         )
-    return found
+    return [Read(chunks[i], begin, dense.view(flat, start, both)) for i, begin, both in cuts]
+
+
+_Places = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # offsets and sizes of boxes
+
+
+def _places(chunks: Sequence[Chunk]) -> _Places:
+    return tuple((chunk.offsets, chunk.sizes) for chunk in chunks)
+
+
+# Layers of a model are cut alike, and so are a parameter and its states: what depends on places alone is computed once
+@functools.lru_cache(maxsize=128)
+def _cuts(places: _Places, dense: Dense, start: int, numel: int) -> tuple[int, list[tuple[int, int, Box]]]:
+    """Return how many of the elements ``[start, start + numel)`` boxes have, and the parts of boxes that have them.
+
+    A part: number of the box, its first element there, and where it lies in the tensor.
+    """
+    found = []
+    for box in dense.boxes(start, start + numel):
+        for i, (offsets, sizes) in enumerate(places):
+            both = intersection(box, offsets, sizes)
+            if both is not None:
+                steps = zip(both.offsets, offsets, row_major(sizes), strict=True)
+                found.append((i, sum((at - first) * stride for at, first, stride in steps), both))
+    return sum(math.prod(both.sizes) for *_, both in found), found
 
 
 def lies_in(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -83,33 +100,34 @@ def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
                 f"{chunk.file}: `{key}` has shape {chunk.shape} and dtype {chunk.dtype}, in {first.file} "
                 f"{first.shape} and {first.dtype}"
             )
-    twice = _overlap([chunk for chunk in chunks if 0 not in chunk.sizes])
+    twice, found = _covered(_places(chunks), first.shape)
     if twice is not None:
+        one, other = (chunks[i] for i in twice)
         raise CheckpointError(
-            f"`{key}` of shape {first.shape} has elements twice in the files: at {twice[0].offsets} in {twice[0].file} "
-            f"and at {twice[1].offsets} in {twice[1].file}"
+            f"`{key}` of shape {first.shape} has elements twice in the files: at {one.offsets} in {one.file} and at "
+            f"{other.offsets} in {other.file}"
         )
-    found = sum(math.prod(chunk.sizes) for chunk in chunks)
     if found != math.prod(first.shape):
         raise CheckpointError(f"`{key}` of shape {first.shape} has {found} elements in the files")
 
 
-def _overlap(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two of ``chunks`` that share elements; None: no two do.
+@functools.lru_cache(maxsize=128)
+def _covered(places: _Places, shape: tuple[int, ...]) -> tuple[tuple[int, int] | None, int]:
+    """Return the numbers of two boxes that share elements, None if no two do, and the number of elements in all.
 
     A sweep over the elements, which are numbered with the dimension outermost that has most offsets.
     """
-    if len(chunks) < 2:
-        return None
-    strides, numel = [0] * len(chunks[0].shape), 1
-    for d in sorted(range(len(strides)), key=lambda d: len({chunk.offsets[d] for chunk in chunks})):
-        strides[d], numel = numel, numel * chunks[0].shape[d]
-    here: list[tuple[int, Chunk]] = []  # (number of its last element, box) for boxes that reach the current element
-    for begin, i in sorted((sum(map(mul, chunk.offsets, strides)), i) for i, chunk in enumerate(chunks)):
-        chunk = chunks[i]
+    strides, numel = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in places})):
+        strides[d], numel = numel, numel * shape[d]
+    here: list[tuple[int, int]] = []  # (number of its last element, box) for boxes that reach the current element
+    filled = ((sum(map(mul, offsets, strides)), i) for i, (offsets, sizes) in enumerate(places) if 0 not in sizes)
+    found = sum(math.prod(sizes) for _, sizes in places)
+    for begin, i in sorted(filled):
+        offsets, sizes = places[i]
         here = [(last, one) for last, one in here if last >= begin]
         for _, one in here:
-            if intersection(Box(one.offsets, one.sizes), chunk.offsets, chunk.sizes) is not None:
-                return one, chunk
-        here.append((begin + sum(map(mul, chunk.sizes, strides)) - sum(strides), chunk))
-    return None
+            if intersection(Box(*places[one]), offsets, sizes) is not None:
+                return (one, i), found
+        here.append((begin + sum(map(mul, sizes, strides)) - sum(strides), i))
+    return None, found
