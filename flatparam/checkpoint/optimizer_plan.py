@@ -25,7 +25,7 @@ from .errors import CheckpointError
 from .files import Chunk
 from .gradients import Sums
 from .model_plan import check_fits
-from .optimizers import GRADIENT, Group, Named, like
+from .optimizers import GRADIENT, Group, Named
 from .pieces import InHandle
 from .reading import OfRank, Source
 from .values import decode
@@ -188,11 +188,15 @@ class OptimizerPlan:
         """Plan the reads of a state like the parameter; return its tensor: ``before`` if it fits, else a new one."""
         param, dtype = one.tensor, self._dtype_of(one, here[0], key)
         fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
-        state = before if fits else like(param, dtype)
+        state = before if fits else torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
         flat = in_order(state.detach(), param.stride())
         if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: flat is a copy
-            state = like(param, dtype)
+            state = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
             flat = in_order(state.detach(), param.stride())
+        ends = [0, *(held.offset + held.numel for held in here)]
+        for begin, end in zip(ends, [*(held.offset for held in here), flat.numel()], strict=True):
+            if state is not before and begin < end:
+                flat[begin:end].zero_()  # padding, or a parameter without this state: nothing is read there
         for held in here:
             name, chunks = _name(held, key), self._chunks(held, key, self._chunks_of)
             check_fits(name, chunks, held.shape, dtype)

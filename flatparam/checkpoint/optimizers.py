@@ -188,8 +188,3 @@ def _kind(named: Named, param: Tensor, held: LocalParam, key: str, value: Any) -
     if value.shape == param.shape and key not in named.unlike and (value.dim() > 0 or key != "step"):
         return "box", in_order(value.detach(), param.stride()).narrow(0, held.offset, held.numel)
     return "one", value
-
-
-def like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new state tensor of ``param``'s shape and strides. Zeros: padding belongs to no parameter."""
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -132,13 +132,13 @@ class FlatParam:
         return shard
 
     def bind(self, placement: Placement, holds: bool) -> Callable[[], None]:
-        """Take a new shard of zeros for ``placement``. Return a function that takes the old one again.
+        """Take a new shard, without values, for ``placement``. Return a function that takes the old one again.
 
         ``holds``: False: this rank holds nothing from now on: the shard has no memory, and an access raises why.
         """
         layout, data, before = self.layout.over(placement.shards), self.flat.data, dict(vars(self))
         pinned = holds and data.is_cpu and self.computes_on is not None
-        shard = (data.new_zeros if holds else data.new_empty)(layout.shard_numel, pin_memory=pinned)
+        shard = data.new_empty(layout.shard_numel, pin_memory=pinned)
         if not holds:
             free(shard, f"flatparam: {AWAY}", keeps_size=True)  # parameters are views of it
         vars(self).pop("gaps", None)
