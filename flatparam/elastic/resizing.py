@@ -10,9 +10,11 @@
 The old shards stay in memory until the commit.
 """
 
+import contextlib
 import functools
+import gc
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,20 @@ class Resized:
     extra: Any = None
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let no collection of cycles run meanwhile. Plans are thousands of objects, soon free: it would go over them, and
+    take them as a reason to go over all objects of the process, which takes as long as the rest of the call."""
+    was_on = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collector()
 def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any = None) -> Resized:
     """Let ``ranks`` of the world hold ``model`` from now on. Parameters and optimizers stay the same objects.
 
