@@ -66,13 +66,15 @@ class SavePlan:
 
     ``parts``: file -> boxes to write. ``told``: values for the index, as JSON. ``held``: parameters and buffers here.
     ``alone``: values that no unit manages. A rank other than 0 writes its own only if they differ from rank 0's.
-    ``shares``: replicas of a shard share the writing; False: each lists all of it.
+    ``given``: what the modules' own code for state dicts gives. ``shares``: replicas of a shard share the writing;
+    False: each lists all of it.
     """
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
     held: list[LocalParam] = field(default_factory=list)
     alone: Alone = field(default_factory=Alone)
+    given: Given | None = None
     shares: bool = True
 
     @property
@@ -136,7 +138,7 @@ def plan_save(
             )
         if not held.has_values:
             raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
-    given = given_by(module, plan.held)
+    given = plan.given = given_by(module, plan.held)
     names = {held: held.names if given is None else given.names[held] for held in plan.held}
     base = {one: names[one][0] for one in plan.held if trainable_only and not is_trained(one, named)}
     if trainable_only:

@@ -6,7 +6,6 @@ LayerZero use this module; it knows no flat parameter.
 """
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,7 +82,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape``, equal to ``Tensor.stride()``: a size of 0 counts as 1."""
-    return tuple(math.prod(max(extent, 1) for extent in shape[d + 1 :]) for d in range(len(shape)))
+    strides, stride = [], 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.loading import Loading
-from ..checkpoint.modules import given_by
+from ..checkpoint.modules import Given, given_by
 from ..checkpoint.optimizers import labelled
 from ..checkpoint.pieces import InHandle, all_held
 from ..checkpoint.planning import SavePlan, check_idle, plan_save
@@ -106,7 +106,8 @@ def check_model(model: nn.Module) -> None:
     """Raises: StateError for a model that cannot move to other ranks, naming the unit. No collective call."""
     moving = _Moving(model, None, [])
     moving.check_units()
-    moving.check_held(all_held(model))
+    held = all_held(model)
+    moving.check_held(held, given_by(model, held))
 
 
 def check_reduced(model: nn.Module, what: str) -> None:
@@ -221,14 +222,14 @@ class _Moving:
             return
         self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()), shares=False)
         self.plan.keep_alone(holders.index(dist.get_rank()), False)
-        self.check_held(self.plan.held)
+        self.check_held(self.plan.held, self.plan.given)
 
-    def check_held(self, held: list[Any]) -> None:
+    def check_held(self, held: list[Any], given: Given | None) -> None:
         """Raises: StateError if a parameter is in a handle, or a module has its own code for state dicts."""
         for one in held:
             if isinstance(one, InHandle):
                 raise StateError(f"{_WHAT}: `{one.name}` is in a handle that is driven by hand: {_WAY_OUT}")
-        if given_by(self.model, held) is not None:
+        if given is not None:
             raise StateError(f"{_WHAT}: a module of the model has its own code for state dicts: {_WAY_OUT}")
 
     def check_units(self) -> None:

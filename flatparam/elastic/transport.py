@@ -31,9 +31,11 @@ ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one 
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
 
-# Bytes of small tensors, by file and number of the box. Not tensors: one takes 90 us to pickle and load
-Small = dict[tuple[str, int], bytes]
-Table = tuple[dict[str, Any], list[Any], Small]
+At = tuple[str, int]  # file, number of the box in it
+# (folder, key) -> dtype, shape, where each box is, and its offsets and sizes
+Boxes = dict[tuple[str, str], tuple[str, tuple[int, ...], list[At], list[tuple[tuple[int, ...], tuple[int, ...]]]]]
+Small = dict[At, bytes]  # not tensors: one takes 90 us to pickle and load
+Table = tuple[dict[str, Any], Boxes, Small]
 
 
 class Held(NamedTuple):
@@ -50,13 +52,15 @@ def described(plan: SavePlan) -> Table:
     """
     states = plan.told.get("optimizer", {}).get("states", {})
     small = {f"state.{name}.{key}" for name, values in states.items() for key, kind in values.items() if kind == "one"}
-    boxes, sent = [], {}
+    boxes: Boxes = {}
+    sent: Small = {}
     for file, parts in plan.parts.items():
         folder = file.split("/")[0]
         for number, part in enumerate(parts):
             tensor = part.tensor
-            chunk = Chunk(file, NAMES[tensor.dtype], part.shape, part.offsets, tuple(tensor.shape), number)
-            boxes.append((folder, part.key, chunk))
+            *_, at, places = boxes.setdefault((folder, part.key), (NAMES[tensor.dtype], part.shape, [], []))
+            at.append((file, number))
+            places.append((part.offsets, tuple(tensor.shape)))
             if folder == RANKS or (folder == OPTIMIZER and part.key in small):
                 host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 sent[file, number] = bytes(bytes_of(host))
@@ -74,17 +78,17 @@ class Pieces(Source):
         self.index: Index = Index("", len(told), {})
         self._small: Small = {}
         self.holder: dict[str, int] = {}
-        replicas: dict[Any, list[Chunk]] = {}
+        replicas: dict[Any, list[tuple[int, list[At]]]] = {}
         for (_, boxes, small), rank in told:
             self._small |= small
-            for folder, key, chunk in boxes:
-                self.holder[chunk.file] = rank
-                alike = chunk.file if folder == RANKS else (chunk.dtype, chunk.shape, chunk.offsets, chunk.sizes)
-                replicas.setdefault((folder, key, alike), []).append(chunk)
-        for (folder, key, _), chunks in replicas.items():
-            mine = [chunk for chunk in chunks if self.holder[chunk.file] == me]
-            chosen = mine[0] if mine else chunks[me % len(chunks)]
-            self.index.tensors.setdefault(folder, {}).setdefault(key, []).append(chosen)
+            for (folder, key), (dtype, shape, at, places) in boxes.items():
+                self.holder.update((file, rank) for file, _ in at)
+                alike = folder, key, dtype, shape, tuple(places), at[0][0] if folder == RANKS else None
+                replicas.setdefault(alike, []).append((rank, at))
+        for (folder, key, dtype, shape, found, _), those in replicas.items():
+            at = next((at for rank, at in those if rank == me), those[me % len(those)][1])
+            chunks = self.index.tensors.setdefault(folder, {}).setdefault(key, [])
+            chunks += [Chunk(file, dtype, shape, *box, i) for (file, i), box in zip(at, found, strict=True)]
         merge(self.index, (table for (table, _, _), _ in told))
         self.about, tensors = self.index.about, self.index.tensors
         self.model, self.optimizer, self.own = (tensors.get(folder, {}) for folder in ("model", OPTIMIZER, RANKS))
@@ -93,14 +97,12 @@ class Pieces(Source):
     def check(self, chunk: Chunk, begin: int, end: int, look: Any) -> int:
         return 0  # memory has no checksums
 
-    def read(self, read: Read) -> None:
-        """Read from a small tensor. ``move`` carries out the other reads."""
-        small = torch.empty(read.chunk.sizes, dtype=_dtype(read), device="cpu")
-        bytes_of(small)[:] = self._small[read.chunk.file, read.chunk.begin]
-        read.out.copy_(box_of(small, read.begin, read.out.shape))
-
-    def is_small(self, read: Read) -> bool:
-        return (read.chunk.file, read.chunk.begin) in self._small
+    def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
+        """Return a small tensor, which is one box. ``move`` carries out the planned reads, which are of others."""
+        (chunk,) = chunks
+        small = torch.empty(chunk.sizes, dtype=chunk.torch_dtype(key), device="cpu")
+        bytes_of(small)[:] = self._small[chunk.file, chunk.begin]
+        return small
 
 
 def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
@@ -119,14 +121,14 @@ class Reading:
     """
 
     def __init__(self, source: Pieces, reads: Sequence[Read], shown: Sequence[peers.Shown]):
-        self.source, self.shown = source, shown
+        self.shown = shown
         self.here: list[Read] = []
         self.direct: dict[int, list[tuple[Tensor, int]]] = {}
         self.wanted: list[list[Read]] = [[] for _ in shown]
-        readable = {dist.get_rank(): False}
+        me, readable = dist.get_rank(), dict[int, bool]()
         for read in reads:
             rank = source.holder[read.chunk.file]
-            if source.is_small(read) or rank == dist.get_rank():
+            if rank == me:
                 self.here.append(read)
                 continue
             if rank not in readable:
@@ -173,10 +175,7 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
     wanted, sent = reading.wanted, int(ways[0].get(str(me), 0))
     with _keeping(problems):
         for read in reading.here:
-            if reading.source.is_small(read):
-                reading.source.read(read)
-            else:
-                read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
+            read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
         for rank, theirs in reading.direct.items():
             if not peers.read(reading.shown[rank], theirs):
                 raise CheckpointError(f"rank {rank} has ended, or has left the call, as its memory was read")
