@@ -6,6 +6,8 @@ LayerZero use this module; it knows no flat parameter.
 """
 
 import ctypes
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,11 +84,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape``, equal to ``Tensor.stride()``: a size of 0 counts as 1."""
-    strides, stride = [], 1
-    for extent in reversed(shape):
-        strides.append(stride)
-        stride *= max(extent, 1)
-    return tuple(reversed(strides))
+    inner = (max(extent, 1) for extent in shape[:0:-1])
+    return tuple(itertools.accumulate(inner, operator.mul, initial=1))[::-1][: len(shape)]
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:

@@ -42,7 +42,7 @@ from ..fsdp.sharding.unit_description import describe_unit
 from ..fsdp.unit.base import Wrapper, wrappers_in
 from ..fsdp.unit.summon import refuse_unreduced
 from . import peers
-from .transport import Held, Pieces, Reading, described, move, together
+from .transport import Held, Pieces, Reading, described, keeping, move, together
 
 _WHAT = "elastic.resize"
 _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it there"
@@ -94,12 +94,12 @@ def resize(model: nn.Module, optimizer: Any, ranks: Sequence[int], *, extra: Any
     moving = _Moving(model, optimizer, ranks)
     rendezvous = Rendezvous(None, SetupCollective.RESIZES, model)
     holders, inner = rendezvous.agree(moving.check, moving.compare)
-    rendezvous.agree(lambda: moving.plan_old(holders, extra), lambda said: None)
+    with keeping(moving.problems):
+        moving.plan_old(holders, extra)
     groups = [
         groups_over(wrapper._strategy, moving.ranks, size) for wrapper, size in zip(moving.wrappers, inner, strict=True)
     ]
-    here = {holders.index(dist.get_rank()): Held(described(moving.plan), moving.plan.parts)} if moving.holds else {}
-    return moving.carry_out(rendezvous, here, groups)
+    return moving.carry_out(rendezvous, moving.here, groups)
 
 
 def check_model(model: nn.Module) -> None:
@@ -184,6 +184,8 @@ class _Moving:
         self._replaced: list[Any] = []  # the cores of units that graphs from before may still call
         self._numbers: dict[Wrapper, dict[UnitIds, int]] = {}
         self.loading: Loading | None = None
+        self.here: dict[int, Held] = {}
+        self.problems: list[Exception] = []  # of this rank alone: the next ``agree`` raises the first
 
     def check(self) -> list[Any]:
         """Check the call and the units. Returns: for ``compare``."""
@@ -220,9 +222,11 @@ class _Moving:
         """Plan the save of the shards here. ``holders``: the ranks that hold the model."""
         if not self.holds:
             return
-        self.plan = plan_save(self.model, self.optimizer, extra, holders.index(dist.get_rank()), shares=False)
-        self.plan.keep_alone(holders.index(dist.get_rank()), False)
+        number = holders.index(dist.get_rank())
+        self.plan = plan_save(self.model, self.optimizer, extra, number, shares=False)
+        self.plan.keep_alone(number, False)
         self.check_held(self.plan.held, self.plan.given)
+        self.here = {number: Held(described(self.plan), self.plan.parts)}
 
     def check_held(self, held: list[Any], given: Given | None) -> None:
         """Raises: StateError if a parameter is in a handle, or a module has its own code for state dicts."""
@@ -279,18 +283,22 @@ class _Moving:
             place(wrapper._strategy, mine).with_host(device_of(wrapper)) if mine else Placement()
             for wrapper, mine in zip(self.wrappers, groups, strict=True)
         ]
-        tables = {number: held.table for number, held in here.items()}
+        tables = None if self.problems else {number: held.table for number, held in here.items()}
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
         word = peers.new_word()
         everyone = gather_objects(SetupCollective.RESIZES, (tables, peers.show(parts, word)), world())
-        told = {i: (table, rank) for rank, (theirs, _) in enumerate(everyone) for i, table in theirs.items()}
+        told = {i: (table, rank) for rank, (theirs, _) in enumerate(everyone) for i, table in (theirs or {}).items()}
         shown = [one for _, one in everyone]
+        works = all(theirs is not None for theirs, _ in everyone)  # else a rank raises its problem for all
         try:
-            ways = rendezvous.agree(lambda: self.bind([told[i] for i in sorted(told)], placements, shown), together)
-            rendezvous.agree(self.compare_units, lambda said: None)
-            problems: list[Exception] = []
-            sent = move(self.reading, ways, parts, problems)
-            rendezvous.agree(lambda: _raise_first(problems), lambda said: None, is_last=True)
+            ways = rendezvous.agree(
+                lambda: self.bind([told[i] for i in sorted(told)], placements, shown) if works else self.raise_first(),
+                together,
+            )
+            with keeping(self.problems):
+                self.compare_units()
+            sent = move(self.reading, ways, parts, self.problems)
+            rendezvous.agree(self.raise_first, lambda said: None, is_last=True)
             self.commit()
         except BaseException:
             word.zero_()  # another rank may read here still, if this one is interrupted after it has agreed
@@ -356,17 +364,17 @@ class _Moving:
         if self.loading is not None:
             self.loading.finish()
 
+    def raise_first(self) -> None:
+        """Raises: the first of ``problems``."""
+        for problem in self.problems:
+            raise problem
+
     def undo(self) -> None:
         """Bind all units and states as they were. Does nothing once ``commit`` has begun."""
         if self.loading is not None:
             self.loading.undo()
         while self._undo:
             self._undo.pop()()
-
-
-def _raise_first(problems: list[Exception]) -> None:
-    for problem in problems:
-        raise problem
 
 
 def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -173,7 +173,7 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
     me = dist.get_rank()
     via = torch.device(dist.distributed_c10d._get_object_coll_device(world()))
     wanted, sent = reading.wanted, int(ways[0].get(str(me), 0))
-    with _keeping(problems):
+    with keeping(problems):
         for read in reading.here:
             read.out.copy_(box_of(parts[read.chunk.file][read.chunk.begin].tensor, read.begin, read.out.shape))
         for rank, theirs in reading.direct.items():
@@ -192,11 +192,11 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
         giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
         sizes, out_sizes = ([sum(count for count, _ in run) for run in side] for side in (taking, giving))
         got, out = (torch.empty(sum(one), dtype=torch.uint8, device=via) for one in (sizes, out_sizes))
-        with _keeping(problems):
+        with keeping(problems):
             torch.cat([out[:0], *(_bytes(one).to(via) for run in giving for _, one in run)], out=out)
         exchange_bytes(got, out, sizes, out_sizes)
         sent += len(out)
-        with _keeping(problems):
+        with keeping(problems):
             at = 0
             for count, read in (one for run in taking for one in run):
                 read.out.copy_(got[at : at + count].clone().view(_dtype(read)).view(read.out.shape))
@@ -211,7 +211,8 @@ def exchange_bytes(got: Tensor, out: Tensor, sizes: list[int], out_sizes: list[i
 
 
 @contextlib.contextmanager
-def _keeping(problems: list[Exception]) -> Iterator[None]:
+def keeping(problems: list[Exception]) -> Iterator[None]:
+    """Put an exception of the block into ``problems``: the other ranks wait for this one, which must go on."""
     try:
         yield
     except Exception as problem:

@@ -34,6 +34,7 @@ from tests.simulation.process import simulated
 pytestmark = pytest.mark.multiprocess
 # a function of the move, and the number of its call on one rank that raises
 FAULTS = {
+    "plan of the boxes": (resizing, "plan_save", 1),
     "second flat parameter": (flat_param.FlatParam, "bind", 2),
     "plan of the reads": (Loading, "prepare_from", 1),
     "copy on the rank": (transport, "box_of", 1),
@@ -112,7 +113,7 @@ def fails_on_one():
         go_by(fault)
         dist.barrier()
         with pytest.raises(CheckpointError, match="rank 1: RuntimeError: no memory is left"):
-            elastic.resize(*pair, [1, 2])
+            elastic.resize(*pair, [0, 1, 2])  # a rank keeps a part, gets one and gives one
         dist.barrier()
         setattr(owner, name, working)
         dist.barrier()
