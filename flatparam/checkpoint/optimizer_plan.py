@@ -193,10 +193,11 @@ class OptimizerPlan:
         if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: flat is a copy
             state = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
             flat = in_order(state.detach(), param.stride())
-        ends = [0, *(held.offset + held.numel for held in here)]
-        for begin, end in zip(ends, [*(held.offset for held in here), flat.numel()], strict=True):
-            if state is not before and begin < end:
-                flat[begin:end].zero_()  # padding, or a parameter without this state: nothing is read there
+        end = 0
+        for begin, numel in [*((held.offset, held.numel) for held in here if held.numel), (flat.numel(), 0)]:
+            if state is not before and end < begin:
+                flat[end:begin].zero_()  # padding, or a parameter without this state: nothing is read there
+            end = begin + numel
         for held in here:
             name, chunks = _name(held, key), self._chunks(held, key, self._chunks_of)
             check_fits(name, chunks, held.shape, dtype)

@@ -34,7 +34,7 @@ from tests.simulation.process import simulated
 pytestmark = pytest.mark.multiprocess
 # a function of the move, and the number of its call on one rank that raises
 FAULTS = {
-    "plan of the boxes": (resizing, "plan_save", 1),
+    "plan of the boxes": (resizing, "described", 1),
     "second flat parameter": (flat_param.FlatParam, "bind", 2),
     "plan of the reads": (Loading, "prepare_from", 1),
     "copy on the rank": (transport, "box_of", 1),
