@@ -94,9 +94,6 @@ class Pieces(Source):
         self.model, self.optimizer, self.own = (tensors.get(folder, {}) for folder in ("model", OPTIMIZER, RANKS))
         self.digest = ""
 
-    def check(self, chunk: Chunk, begin: int, end: int, look: Any) -> int:
-        return 0  # memory has no checksums
-
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """Return a small tensor, which is one box. ``move`` carries out the planned reads, which are of others."""
         (chunk,) = chunks
