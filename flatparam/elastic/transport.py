@@ -88,7 +88,7 @@ class Pieces(Source):
         for (folder, key, dtype, shape, found, _), those in replicas.items():
             at = next((at for rank, at in those if rank == me), those[me % len(those)][1])
             chunks = self.index.tensors.setdefault(folder, {}).setdefault(key, [])
-            chunks += [Chunk(file, dtype, shape, *box, i) for (file, i), box in zip(at, found, strict=True)]
+            chunks += [Chunk(file, dtype, shape, box[0], box[1], i) for (file, i), box in zip(at, found, strict=True)]
         merge(self.index, (table for (table, _, _), _ in told))
         self.about, tensors = self.index.about, self.index.tensors
         self.model, self.optimizer, self.own = (tensors.get(folder, {}) for folder in ("model", OPTIMIZER, RANKS))
