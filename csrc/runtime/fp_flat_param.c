@@ -271,7 +271,7 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
     else if (status >= 0 && misfit >= 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: the new data of parameter `%U` of a %.200s have another shape, dtype or device than it has "
-                     "there, so they are dropped and it is as before: give it data that fit, or wrap the module anew",
+                     "there, or are sharded, so they are dropped: give it data that fit, or wrap the module anew",
                      name, flat_param->attributes.items[misfit].name,
                      Py_TYPE(flat_param->attributes.items[misfit].module)->tp_name);
         status = -1;

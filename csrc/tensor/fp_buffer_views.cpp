@@ -251,8 +251,8 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             const fp::View &place = flat->geometry->views[i];
             const at::Tensor view = THPVariable_Unpack(views[i]);
             if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
-                view.scalar_type() == flat->unsharded.scalar_type() && view.device() == flat->unsharded.device()) {
-                fp::check_memory(view, fp::name_of(*flat));
+                view.scalar_type() == flat->unsharded.scalar_type() && view.device() == flat->unsharded.device() &&
+                fp::has_memory(view)) {
                 const at::Tensor values = at::empty({place.numel}, flat->unsharded_data.options());
                 fp::alias(values, place.shape, place.stride, 0)
                     .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));

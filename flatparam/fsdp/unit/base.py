@@ -6,12 +6,13 @@ constructor sets the attributes. This file does not know the forward or state di
 
 import weakref
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictSettings
 
 from ...common.switches import Fakes
@@ -226,30 +227,22 @@ class Wrapper(RefusingMarkers, nn.Module):
         """The parameters with a gradient, in this unit and below."""
         return [param for param in self.parameters() if param.grad is not None]
 
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """The divisor of gradients before they are summed over the ranks."""
-        return self._placement.factors[0]
+    # The divisor of gradients before they are summed over the ranks.
+    gradient_predivide_factor = property(lambda self: self._placement.factors[0])
 
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        """The divisor of gradients after they were summed over the ranks."""
-        return self._placement.factors[1]
+    # The divisor after they were.
+    gradient_postdivide_factor = property(lambda self: self._placement.factors[1])
 
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether the unsharded parameters are freed between forward and backward."""
-        return self._placement.reshard_after_forward
+    # Whether unsharded parameters are freed between forward and backward.
+    reshard_after_forward = property(attrgetter("_placement.reshard_after_forward"))
 
     @property
     def numel_padded_per_param(self) -> list[int]:
         """The padding at the end of this rank's shard, in elements, for each flat parameter of this unit."""
         return [flat_param.layout.shard(flat_param.placement.rank).padding for flat_param in self._unit.flat_params]
 
-    @property
-    def device_id(self) -> torch.device | None:
-        """The argument ``device_id`` as a device; None: it was not given."""
-        return self._device_id
+    # The argument as a device; None: it was not given.
+    device_id = property(attrgetter("_device_id"))
 
     def __getattr__(self, name: str) -> Any:
         if name == "_unit":
@@ -271,6 +264,15 @@ class Wrapper(RefusingMarkers, nn.Module):
                 if not name.startswith("_") or hasattr(type(inner), name):
                     raise
             raise  # the wrapper's error, as callers look for a private name on the wrapper
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Exchange a tensor or module of the wrapped module there: nobody would compute with it on the wrapper."""
+        inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE)
+        is_part = isinstance(getattr(inner, name, 0), (Tensor, nn.Module, type(None)))  # None: a place for one
+        if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]

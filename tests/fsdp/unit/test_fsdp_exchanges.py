@@ -1,0 +1,119 @@
+"""Buffers, modules and data that a program exchanges between steps: as in the unsharded module, or refused by name.
+
+Promises:
+- data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
+- a buffer, parameter or module that is set on a wrapper is that of the wrapped module, by `functional_call` of buffers
+  too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
+"""
+
+import copy
+
+import pytest
+import torch
+from fsdp_models import every_setting
+from gloo import fake_world
+from simulated_ranks import simulate_ranks
+from torch import nn
+from torch.func import functional_call
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+pytestmark = pytest.mark.multiprocess
+
+X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+
+
+class Layer(nn.Module):
+    """A unit of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    """Three units, and a parameter and buffers of the root's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Layer(), Layer(), Layer())
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("shift", torch.zeros(4))
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        x = self.layers(x * self.scale + self.shift)
+        return self.head(x if self.mask is None else x * self.mask)
+
+
+def pair(strategy, uo):
+    torch.manual_seed(0)
+    module = Net()
+    model = FSDP(
+        copy.deepcopy(module),
+        auto_wrap_policy={Layer},
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=uo,
+    )
+    return module, model
+
+
+def train(module, model):
+    """A step of both on the same data: the outputs and states are equal in every bit."""
+    outputs = [m(X) for m in (module, model)]
+    assert torch.equal(*outputs)
+    for m, output in zip((module, model), outputs, strict=True):
+        output.square().sum().backward()
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+        m.zero_grad()
+    wanted, state = module.state_dict(), model.state_dict()
+    assert wanted.keys() == state.keys()
+    for name, value in wanted.items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_data_of_a_sharded_weight():
+    with fake_world(2):
+        _, model = pair("FULL_SHARD", False)
+        before = model.layers[1].linear.weight.shape
+        model.layers[0].linear.weight.data = model.layers[1].linear.weight.data
+        with pytest.raises(ValueError, match=r"`layers.0`: the new data of parameter `weight` of a .* or are sharded"):
+            model(X)
+        assert model.layers[0].linear.weight.shape == before
+
+
+def set_on_wrapper(strategy, uo):
+    module, model = pair(strategy, uo)
+    train(module, model)
+    for m in (module, model):
+        m.shift = torch.full((4,), 0.5)
+        m.mask = torch.tensor([1.0, 0.0, 1.0, 2.0])
+    train(module, model)
+    for m in (module, model):
+        m.layers = nn.Sequential(*reversed(m.layers))  # the same units in another order
+    train(module, model)
+    assert torch.equal(*(functional_call(m, {"shift": torch.ones(4)}, (X,)) for m in (module, model)))
+    train(module, model)
+    with pytest.raises((TypeError, ValueError), match="scale"):
+        functional_call(model, {"scale": torch.ones(4)}, (X,))
+    train(module, model)
+    with torch.no_grad():
+        for m in (module, model):
+            m.scale = nn.Parameter(torch.full((4,), 2.0))
+            m.head = nn.Identity()
+            m.note = nn.Identity()  # the wrapped module has none: the wrapper's own
+    assert torch.equal(module(X), model(X))
+    assert "note" in model._modules
+    assert "note" not in model.module._modules
+    with pytest.raises(ValueError, match=r"`head.weight` was added"):
+        model.head = nn.Linear(4, 2)
+
+
+@every_setting
+def test_what_is_set_on_the_wrapper_is_set_in_the_module(strategy, uo):
+    simulate_ranks(set_on_wrapper, 2, strategy, uo)
