@@ -253,14 +253,14 @@ fp_flat_param_alias(fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
+fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name, int leaves)
 {
     if (flat_param->views == NULL || !fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views))) {
         return 0;
     }
     PyObject *views = Py_NewRef(flat_param->views);
     Py_ssize_t misfit;
-    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->shard, fp_items(views), &misfit);
+    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->shard, fp_items(views), leaves, &misfit);
     if (status >= 0 && misfit == flat_param->attributes.n) {
         PyErr_Format(PyExc_RuntimeError,
                      "%U: a parameter was changed in place at a time when the module's tensors are out of date, so the "

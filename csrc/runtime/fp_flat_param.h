@@ -159,8 +159,8 @@ Py_ssize_t fp_flat_param_find_moved(fp_flat_param *flat_param);
 Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
 /* Copy what users wrote to the views into the shard. 1: the shard has changed; 0: nobody wrote to a view; -1: ValueError
  * for data of another shape, dtype or device, RuntimeError for a write while the views were out of date. Such writes are
- * dropped. */
-int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
+ * dropped. leaves: as in fp_flat_buffer_take_written(). */
+int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name, int leaves);
 /* Set the data of the original parameters to their pieces of the shard. Does nothing without original parameters. */
 int fp_flat_param_alias(fp_flat_param *flat_param);
 /* Replace the i-th original parameter by param. IndexError, TypeError. The gathered data counts as out of date afterwards. */

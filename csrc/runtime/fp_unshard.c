@@ -88,7 +88,7 @@ fp_unshard_sync_user_writes(fp_unit *unit)
     int any = 0, written = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        const int taken = fp_flat_param_take_written(flat_param, unit->name);
+        const int taken = fp_flat_param_take_written(flat_param, unit->name, 1);
         const Py_ssize_t moved = taken < 0 ? -1 : fp_flat_param_find_moved(flat_param);
         FP_TRY(moved);
         written = written || taken;
@@ -115,7 +115,7 @@ fp_unshard_take_written_in_forward(fp_unit *unit)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         const int64_t versions = fp_flat_param_versions(flat_param);
-        const int written = fp_flat_param_take_written(flat_param, unit->name);
+        const int written = fp_flat_param_take_written(flat_param, unit->name, 0);
         FP_TRY(written);
         if (written) {
             flat_param->versions += fp_flat_param_versions(flat_param) - versions;
@@ -156,7 +156,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
                                 "the weights of the forward: change it after the backward. FSDP does not support "
                                 "changing the parameters between forward and backward");
         }
-        if (fp_flat_buffer_is_changed(flat_param->flat) && fp_flat_param_take_written(flat_param, unit->name) < 0) {
+        if (fp_flat_buffer_is_changed(flat_param->flat) && fp_flat_param_take_written(flat_param, unit->name, 0) < 0) {
             return -1; /* is_changed is asked first, as taking looks at the data of all views */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);

@@ -223,7 +223,8 @@ fp_flat_buffer_forget_written(fp_flat_buffer *flat) noexcept
 }
 
 int
-fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, Py_ssize_t *misfit)
+fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, int leaves,
+                            Py_ssize_t *misfit)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -262,6 +263,9 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
                 *misfit = static_cast<Py_ssize_t>(i);
             }
             view.set_data(fp::alias(flat->unsharded, place));
+        }
+        if (leaves && borrowed && !given.empty()) {
+            fp::leave_if_kept(*flat, shard_object, views);
         }
         for (const auto &[i, values] : given) {
             const fp::View &place = flat->geometry->views[i];

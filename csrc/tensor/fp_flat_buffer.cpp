@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include "tensor/fp_convert.hpp"
 
@@ -45,12 +47,10 @@ freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, co
                         flat.keeps_size);
 }
 
-// Leave the storage and its memory to the borrower; move our tensors to a freed storage.
+// Leave the storage and its memory to others; move our tensors to that of source.
 void
-leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
+leave_storage(fp_flat_buffer &flat, PyObject *const *views, const at::Tensor &source)
 {
-    const Plainly plainly;
-    const at::Tensor source = freed_unsharded(flat, flat.unsharded_data.options(), reason);
     for (size_t i = 0; views != nullptr && i < flat.geometry->views.size(); i++) {
         if (is_view_at(flat, views[i], i)) {
             move_to_storage(THPVariable_Unpack(views[i]), source);
@@ -100,6 +100,22 @@ next_state(const fp_flat_buffer &flat, const fp_state_table &table, unsigned sta
 }
 
 } // namespace
+
+void
+leave_if_kept(fp_flat_buffer &flat, PyObject *shard_object, PyObject *const *views)
+{
+    const at::Tensor &shard = unpack(shard_object);
+    const size_t ours = 4 + flat.geometry->views.size(); /* shard, its _local_shard; unsharded, unsharded_data, views */
+    if (shard.storage().use_count() > ours && shard.storage_offset() == 0 && flat.outer_group == nullptr) {
+        const at::Tensor source = shard.detach().clone();
+        move_to_storage(shard, source);
+        leave_storage(flat, views, source);
+        THPObjectPtr local(THPVariable_Wrap(source));
+        if (local.get() == nullptr || PyObject_SetAttrString(shard_object, "_local_shard", local.get()) < 0) {
+            throw python_error();
+        }
+    }
+}
 
 void
 move(fp_flat_buffer &flat, fp_data_event event)
@@ -276,7 +292,9 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             fp::move(*flat, FP_DATA_FORGET);
             flat->home.move_out();
             if (fp::has_borrower(fp::storage_of(flat->unsharded))) {
-                fp::leave_storage(*flat, views, reason);
+                const fp::Plainly plainly;
+                fp::leave_storage(*flat, views,
+                                  fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason));
             }
             else if (flat->is_borrowed()) {
                 fp::set_freed_reason(fp::storage_of(flat->unsharded),

@@ -1,6 +1,8 @@
 """Buffers, modules and data that a program exchanges between steps: as in the unsharded module, or refused by name.
 
 Promises:
+- weights of several units that exchange their data, in pairs and in a ring, have each other's values; data that are kept
+  through a module come back: `test_weights_exchange_their_data`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
 - a buffer, parameter or module that is set on a wrapper is that of the wrapped module, by `functional_call` of buffers
   too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
@@ -75,6 +77,47 @@ def train(module, model):
     assert wanted.keys() == state.keys()
     for name, value in wanted.items():
         assert torch.equal(value, state[name]), name
+
+
+def addresses(model):
+    return [flat_param.flat.data_ptr() for unit in FSDP.fsdp_modules(model) for flat_param in unit._unit.flat_params]
+
+
+def exchange_data(strategy, uo):
+    module, model = pair(strategy, uo)
+    for ring in ((0, 1), (0, 1, 2)):
+        train(module, model)
+        for m in (module, model):
+            weights = [m.layers[i].linear.weight for i in ring]
+            data = [weight.data for weight in weights]
+            for weight, new in zip(weights, data[1:] + data[:1], strict=True):
+                weight.data = new
+    train(module, model)
+    for _ in range(2):  # the second time, too
+        kept = [m.layers[0].linear.weight.data for m in (module, model)]
+        for m in (module, model):
+            m.layers[0].linear.weight.data = torch.ones(4, 4)
+        train(module, model)
+        for m, data in zip((module, model), kept, strict=True):
+            m.layers[0].linear.weight.data = data
+        train(module, model)
+    kept, data, weights, new = [], [], [], None
+    for value in (0.5, 0.25):
+        places = addresses(model)
+        for m in (module, model):
+            m.layers[1].linear.weight.data = torch.full((4, 4), value)
+        with torch.no_grad():
+            assert torch.equal(module(X), model(X))
+    assert addresses(model) == places
+    train(module, model)
+    for unit in FSDP.fsdp_modules(model):
+        for flat_param in unit._unit.flat_params:
+            assert flat_param.flat._local_shard.data_ptr() == flat_param.flat.data_ptr()
+
+
+@pytest.mark.parametrize(("strategy", "uo"), [("NO_SHARD", False), ("NO_SHARD", True)])
+def test_weights_exchange_their_data(strategy, uo):
+    simulate_ranks(exchange_data, 2, strategy, uo)
 
 
 def test_data_of_a_sharded_weight():
