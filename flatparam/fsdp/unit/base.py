@@ -6,7 +6,6 @@ constructor sets the attributes. This file does not know the forward or state di
 
 import weakref
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -227,22 +226,30 @@ class Wrapper(RefusingMarkers, nn.Module):
         """The parameters with a gradient, in this unit and below."""
         return [param for param in self.parameters() if param.grad is not None]
 
-    # The divisor of gradients before they are summed over the ranks.
-    gradient_predivide_factor = property(lambda self: self._placement.factors[0])
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """The divisor of gradients before they are summed over the ranks."""
+        return self._placement.factors[0]
 
-    # The divisor after they were.
-    gradient_postdivide_factor = property(lambda self: self._placement.factors[1])
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """The divisor of gradients after they were summed over the ranks."""
+        return self._placement.factors[1]
 
-    # Whether unsharded parameters are freed between forward and backward.
-    reshard_after_forward = property(attrgetter("_placement.reshard_after_forward"))
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether the unsharded parameters are freed between forward and backward."""
+        return self._placement.reshard_after_forward
 
     @property
     def numel_padded_per_param(self) -> list[int]:
         """The padding at the end of this rank's shard, in elements, for each flat parameter of this unit."""
         return [flat_param.layout.shard(flat_param.placement.rank).padding for flat_param in self._unit.flat_params]
 
-    # The argument as a device; None: it was not given.
-    device_id = property(attrgetter("_device_id"))
+    @property
+    def device_id(self) -> torch.device | None:
+        """The argument ``device_id`` as a device; None: it was not given."""
+        return self._device_id
 
     def __getattr__(self, name: str) -> Any:
         if name == "_unit":
@@ -268,7 +275,8 @@ class Wrapper(RefusingMarkers, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Exchange a tensor or module of the wrapped module there: nobody would compute with it on the wrapper."""
         inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE)
-        is_part = isinstance(getattr(inner, name, 0), (Tensor, nn.Module, type(None)))  # None: a place for one
+        places = () if inner is None else (inner._parameters, inner._buffers, inner._modules)  # which may have None
+        is_part = isinstance(getattr(inner, name, None), Tensor | nn.Module) or any(name in one for one in places)
         if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
             setattr(inner, name, value)
         else:
