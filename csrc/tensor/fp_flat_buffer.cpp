@@ -293,8 +293,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             flat->home.move_out();
             if (fp::has_borrower(fp::storage_of(flat->unsharded))) {
                 const fp::Plainly plainly;
-                fp::leave_storage(*flat, views,
-                                  fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason));
+                fp::leave_storage(*flat, views, fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason));
             }
             else if (flat->is_borrowed()) {
                 fp::set_freed_reason(fp::storage_of(flat->unsharded),

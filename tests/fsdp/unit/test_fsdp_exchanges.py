@@ -1,8 +1,8 @@
 """Buffers, modules and data that a program exchanges between steps: as in the unsharded module, or refused by name.
 
 Promises:
-- weights of several units that exchange their data, in pairs and in a ring, have each other's values; data that are kept
-  through a module come back: `test_weights_exchange_their_data`
+- weights of several units that exchange their data, in pairs and in a ring, have each other's values; data that are
+  kept through a module come back: `test_weights_exchange_their_data`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
 - a buffer, parameter or module that is set on a wrapper is that of the wrapped module, by `functional_call` of buffers
   too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
