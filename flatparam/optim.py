@@ -34,10 +34,10 @@ def _runs(
     """
     # Dynamo calls _init_group itself, as it traces a step; torch 2.11 does not say then that it compiles
     is_traced = torch.compiler.is_compiling() or TracingContext.try_get() is not None
-    is_torchs = group["differentiable"] or group.get("capturable") or optimizer._has_twice or is_traced
-    if not group["fused"] or is_torchs:
+    if not group["fused"] or group["differentiable"] or group.get("capturable") or is_traced:
         return None
-    arguments = list(group["params"]), optimizer.state, keys, keys[:1] == ("step",)
+    joins = id(group) not in optimizer._with_twice
+    arguments = list(group["params"]), optimizer.state, keys, keys[:1] == ("step",), joins
     found = _C.runs(*arguments, True)
     if found is False:
         make_states()
@@ -53,7 +53,7 @@ def _runs(
 
 
 def _check_shapes(optimizer: "_Fused", group: dict[str, Any], params: Sequence[Tensor], keys: Sequence[str]) -> None:
-    """Raises: ValueError, before anything is stepped: torch loads states of any shape, and refuses or crashes later."""
+    """Raises: ValueError, before the group is stepped: torch loads states of any shape, and crashes later."""
     for param, key in itertools.product(params, keys):
         tensor = param.grad if key == "gradient" else optimizer.state.get(param, {}).get(key)
         if key != "step" and tensor is not None and tensor.shape != param.shape:
@@ -79,23 +79,27 @@ def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: S
 class _Fused(torch.optim.Optimizer):
     """Before a class of torch's among the bases: ``fused=True`` is the default."""
 
+    _with_twice: frozenset[int] = frozenset()  # ids of the groups that have a parameter twice
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and set its ``fused`` if it is open."""
         super().add_param_group(param_group)
-        self._choose_fused()
+        self._choose_fused(self.param_groups[-1:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set ``fused`` in groups that come from an optimizer which left it open, too."""
         super().__setstate__(state)
-        self._choose_fused()
+        self._with_twice = frozenset()
+        self._choose_fused(self.param_groups)
 
-    def _choose_fused(self) -> None:
-        for group in self.param_groups:
+    def _choose_fused(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
+            # torch counts both steps of such a parameter before the first is taken: others of its run would, too
+            if len({*map(id, group["params"])}) < len(group["params"]):
+                self._with_twice |= {id(group)}
             if group["fused"] is None:
                 excluded = group["foreach"] or group["differentiable"] or any(map(self._is_unfit, group["params"]))
                 group["fused"] = not excluded
-        # torch counts both steps of such a parameter before the first is taken: others of its run would, too
-        self._has_twice = any(len({*map(id, one["params"])}) < len(one["params"]) for one in self.param_groups)
         # Only torch's fused kernels take a gradient scaler's settings.
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
@@ -133,7 +137,7 @@ class Adam(_Fused, torch.optim.Adam):
         finally:  # also if it is refused, before or after torch has counted the step
             for step, rest in zip(steps, others, strict=True):
                 if rest is not None:
-                    rest.fill_(step)
+                    rest.fill_(step.reshape(()))
         self._step_apart(group, apart)
         return False
 

@@ -265,9 +265,9 @@ accumulators(PyObject *module, PyObject *known)
 static PyObject *
 runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    int steps, packs;
-    FP_TRY_NULL(fp_read_args("runs", args, nargs, "OOObb", &steps, &packs));
-    return fp_runs_find(args[0], args[1], args[2], steps, packs);
+    int steps, joins, packs;
+    FP_TRY_NULL(fp_read_args("runs", args, nargs, "OOObbb", &steps, &joins, &packs));
+    return fp_runs_find(args[0], args[1], args[2], steps, joins, packs);
 }
 
 PyMethodDef fp_tensor_methods[] = {
@@ -355,10 +355,11 @@ PyMethodDef fp_tensor_methods[] = {
      "Not None: all are plain, contiguous, of one floating-point or complex dtype and one device, and no two share "
      "memory."},
     {"runs", FP_METHOD(runs), METH_FASTCALL,
-     "runs($module, params, state, keys, steps, packs, /)\n--\n\n"
+     "runs($module, params, state, keys, steps, joins, packs, /)\n--\n\n"
      "Return (params, grads, one list for each key, others, apart): the tensors of an optimizer's step, with one for "
      "each run of parameters that lie side by side.\n\n"
-     "steps: whether the first key is the number of the step. None: torch has to step. False: a state is missing. "
+     "steps: whether the first key is the number of the step. joins: False: each parameter is a run. None: torch has "
+     "to step. False: a state is missing. "
      "packs: return a list of lists of parameters whose states could lie side by side, and do not, if there are some. "
      "csrc/tensor/fp_runs.h has the rule."},
     {"grad_norm", FP_METHOD(grad_norm), METH_FASTCALL,

@@ -102,7 +102,7 @@ next_state(const fp_flat_buffer &flat, const fp_state_table &table, unsigned sta
 } // namespace
 
 void
-leave_if_kept(fp_flat_buffer &flat, PyObject *shard_object, PyObject *const *views)
+leave_to_holders(fp_flat_buffer &flat, PyObject *shard_object, PyObject *const *views)
 {
     const at::Tensor &shard = unpack(shard_object);
     const size_t ours = 4 + flat.geometry->views.size(); /* shard, its _local_shard; unsharded, unsharded_data, views */

@@ -179,7 +179,7 @@ void wait_for_fill(fp_flat_buffer &flat);
 // ---- fp_buffer_views.cpp ----
 
 // The shard is the unsharded tensor: give both other memory if the user holds theirs, as data of a parameter.
-void leave_if_kept(fp_flat_buffer &flat, PyObject *shard, PyObject *const *views);
+void leave_to_holders(fp_flat_buffer &flat, PyObject *shard, PyObject *const *views);
 
 // Whether view lies at the place of parameter i in the flat buffer.
 bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);

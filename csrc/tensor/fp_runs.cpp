@@ -226,14 +226,14 @@ template <typename Make>
 PyObject *
 new_list(size_t n, const Make &make)
 {
-    PyObject *const list = PyList_New(static_cast<Py_ssize_t>(n));
-    if (list == nullptr) {
+    THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(n)));
+    if (list.get() == nullptr) {
         throw python_error();
     }
     for (size_t i = 0; i < n; i++) {
-        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), make(i));
+        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), make(i));
     }
-    return list;
+    return list.release();
 }
 
 PyObject *
@@ -394,7 +394,7 @@ StepStates::find(PyObject *const *params, Py_ssize_t n, std::array<StepPiece, BL
 } // namespace fp
 
 PyObject *
-fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, int packs)
+fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, int joins, int packs)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         TORCH_CHECK_TYPE(PyList_Check(params) && PyDict_Check(state) && PyTuple_Check(keys),
@@ -403,8 +403,8 @@ fp_runs_find(PyObject *params, PyObject *state, PyObject *keys, int steps, int p
         TORCH_CHECK_VALUE(PyTuple_GET_SIZE(keys) <= fp::MOST_KEYS, "expected at most ", fp::MOST_KEYS, " keys, got ",
                           PyTuple_GET_SIZE(keys));
         fp::StepStates states(state, keys, steps != 0);
-        const bool joins = !fp_torch_modes_active();
-        fp::StepRuns runs(static_cast<size_t>(PyTuple_GET_SIZE(keys)), steps != 0, packs != 0, joins);
+        fp::StepRuns runs(static_cast<size_t>(PyTuple_GET_SIZE(keys)), steps != 0, packs != 0,
+                          joins != 0 && !fp_torch_modes_active());
         std::array<fp::StepPiece, fp::BLOCK> pieces;
         for (Py_ssize_t begin = 0; begin < PyList_GET_SIZE(params); begin += fp::BLOCK) {
             size_t m = 0;

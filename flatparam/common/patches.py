@@ -158,7 +158,9 @@ class Lifetime:
             if is_wanted:
                 self._known = self._known or set(sys.modules)
             else:
-                since = [*sys.modules.keys() - self._known] if self._known else []  # else all but a hook is undone
+                since = (
+                    [*sys.modules.keys() - self._known] if self._known else []
+                )  # else only what take_back() leaves is made
                 _rebind([pair for change in self.changes for pair in change.pairs], since)
                 self._known = set()
                 if any(change.is_made for change in self.changes):

@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import math
+import operator
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ from ..common.redundancy import MOST, group_of
 from ..common.warned import warn_user
 from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import CAME_LATE, STAYS_AWAY, check_exchanges, exchange, gather_objects, settle
-from ..fsdp.desync.events import SetupCollective
+from ..fsdp.desync.events import DIFFERENT, SetupCollective
 from ..fsdp.desync.stores import WITHOUT_STORE, Store, all_groups, forget_names, in_memory, store_of_world
 from ..fsdp.desync.trace import TRANSPORT
 from ..fsdp.errors import OrderError, StateError
@@ -280,9 +281,10 @@ class Session:
         """Return the epoch that follows on the loss that has caused ``error``.
 
         If no rank is known to be lost, but the error may come from one, all members go on, at most ``_ATTEMPTS - 1``
-        times: who does not come to the next world is lost. Raises: ``error`` for any other cause, and after that.
+        times: who does not come to the next world is lost. Raises: ``error`` for any other cause, and after that. If
+        the ranks issue different collectives, all raise it at once: who waited would take those that end for lost.
         """
-        is_of_ranks = isinstance(error, OrderError | CheckpointError)
+        is_of_ranks = isinstance(error, OrderError | CheckpointError) and not DIFFERENT.search(str(error))
         is_of_transport = isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
         if isinstance(error, StateError) or not (is_of_ranks or is_of_transport):
             raise error
@@ -383,12 +385,14 @@ class Session:
         """Check the arguments of ``steps``. A process that joins comes to its epoch here."""
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError("elastic.steps: expected the model and the optimizer of elastic.start")
-        if not hasattr(until, "__index__"):
-            raise ValueError(f"elastic.steps: expected `until` to be an int, got {until!r}")
+        try:
+            until = max(operator.index(until), 0)
+        except TypeError as error:
+            raise ValueError(f"elastic.steps: expected `until` to be an int, got {until!r}") from error
         if self._until != -1:
             raise StateError("elastic.steps: was called before: one call yields all steps; `until` is their number")
         _state_of(extra)
-        self.extra, self._until = extra, max(int(until), 0)
+        self.extra, self._until = extra, until
         if self.joins is not None:
             self.go_to(self.joins)
             self.joins = None

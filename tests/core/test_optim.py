@@ -22,9 +22,11 @@ Promises:
   `test_fused_is_the_default_where_it_can_be`, `test_parameters_on_meta_step_as_by_default`,
   `test_a_grad_scaler_takes_a_loaded_group`
 - a step that raises counts for all parameters of a run or for none, and states of other shapes than their parameters'
-  are refused by name before anything is stepped: `test_a_step_that_raises_counts_for_all_or_none`,
+  are refused by name before anything of the group is stepped: `test_a_step_that_raises_counts_for_all_or_none`,
+  `test_steps_of_one_element_count_for_all_of_a_run`,
   `test_a_state_of_another_shape_is_refused_by_name`
-- a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`
+- a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`,
+  `test_a_parameter_twice_in_a_group_keeps_what_torch_does_wrong_away`
 - joining the states keeps one kind of them twice at a time, and the dicts that the optimizer had:
   `test_joining_keeps_dicts_and_frees_states`
 """
@@ -613,6 +615,42 @@ def test_a_state_of_another_shape_is_refused_by_name(setting, numel, names):
     assert [dict(ours.state[param]).get("step") for param in mine] == steps
 
 
+def test_steps_of_one_element_count_for_all_of_a_run():
+    mine = side_by_side([VECTOR] * 3)
+    theirs = alone(mine)
+    ours, others = make("AdamW", mine), make("AdamW", theirs, torch.optim)
+    for step in range(3):
+        give_grads(step, mine, theirs)
+        for optimizer in (ours, others):
+            for state in optimizer.state.values():
+                state["step"] = state["step"].reshape(1)
+            optimizer.step()
+        assert_equal(mine, ours, theirs, others)
+
+
+def test_a_parameter_twice_in_a_group_keeps_what_torch_does_wrong_away():
+    for group in ("of bf16", "another"):
+        param = nn.Parameter(torch.ones(VECTOR))
+        halves = [nn.Parameter(torch.ones(4 * VECTOR, dtype=torch.bfloat16)) for _ in range(2)]
+        groups = [[*halves, halves[0]]] if group == "of bf16" else [[param, param], halves]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, for the duplicate
+            ours = optim.SGD([{"params": params} for params in groups], lr=0.25, fused=True)
+        for one in (param, *halves):
+            one.grad = torch.ones_like(one)
+        ours.step()
+        assert all(float(one.detach().max()) < 1.0 for one in halves)
+    mine = side_by_side([VECTOR] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = make("AdamW", [*mine, mine[0]])
+    give_grads(0, mine)
+    ours.step()
+    ours.state[mine[1]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="expected exp_avg of parameter 1 of"):
+        ours.step()
+
+
 @every_setting
 def test_a_parameter_twice_in_a_group_steps_as_with_torch(setting):
     mine = side_by_side([VECTOR] * 6)
@@ -751,13 +789,13 @@ def test_a_compiled_step_is_torchs(name):
 def test_arguments_of_another_kind_are_refused():
     for given in (((), {}, ()), ([], [], ()), ([], {}, []), ([3], {}, ())):
         with pytest.raises(TypeError, match="expected a"):
-            _C.runs(*given, False, True)
+            _C.runs(*given, False, True, True)
     with pytest.raises(ValueError, match="at most 4 keys"):
-        _C.runs([], {}, tuple("abcde"), False, True)
+        _C.runs([], {}, tuple("abcde"), False, True, True)
     mine = side_by_side([4, 4])
     give_grads(0, mine)
-    assert _C.runs(mine, {}, ("step",), True, True) is False
-    assert _C.runs(mine, {param: {"step": 3} for param in mine}, ("step",), True, True) is None
-    assert _C.runs(mine, {param: [3] for param in mine}, ("step",), True, True) is None
-    assert _C.runs(mine, {}, (), False, True)[-2:] == ([2], [])
-    assert _C.runs(mine, {}, ("momentum_buffer",), False, True) == ([], [], [], [], mine)
+    assert _C.runs(mine, {}, ("step",), True, True, True) is False
+    assert _C.runs(mine, {param: {"step": 3} for param in mine}, ("step",), True, True, True) is None
+    assert _C.runs(mine, {param: [3] for param in mine}, ("step",), True, True, True) is None
+    assert _C.runs(mine, {}, (), False, True, True)[-2:] == ([2], [])
+    assert _C.runs(mine, {}, ("momentum_buffer",), False, True, True) == ([], [], [], [], mine)

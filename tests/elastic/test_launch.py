@@ -4,7 +4,7 @@ Oracle: the unsharded module, trained on the batches of the ranks that each step
 numbers, so sums of them have the same bits in each order.
 
 Promises:
-- after SIGKILL the others begin their next step within 3 s, without a new process; it joins, all train as the unsharded
+- after SIGKILL the others soon begin their next step, without a new process; it joins, all train as the unsharded
   module does, and the job ends with status 0: `test_a_killed_process_is_replaced`
 - the same holds for the rank whose number is 0, and for one rank after another: `test_each_rank_can_be_lost_in_turn`
 - a stopped process is replaced after the heartbeat: `test_a_stopped_process_is_replaced`

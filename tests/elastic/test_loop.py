@@ -110,6 +110,8 @@ def loops_again(when):
     done = []
     with pytest.raises(ValueError, match=r"expected `until` to be an int, got 2\.5"):
         elastic.steps(mine.model, mine.optimizer, until=2.5)
+    with pytest.raises(ValueError, match=r"to be an int, got tensor\(2\.5"):
+        elastic.steps(mine.model, mine.optimizer, until=torch.tensor(2.5))
     try:
         for step in elastic.steps(mine.model, mine.optimizer, until=3):
             done.append(step)
@@ -132,11 +134,11 @@ def test_a_second_loop_is_refused(when, steps):
         assert told == "elastic.steps: was called before: one call yields all steps; `until` is their number"
 
 
-def skips_alone(every, skipped):
+def skips_alone(every, who, skipped):
     rank, mine = begun(every[dist.get_rank()])
     try:
         for step in elastic.steps(mine.model, mine.optimizer, until=4):
-            if rank == 0 and step == skipped:
+            if rank == who and step == skipped:
                 continue  # a batch that this rank could not read
             with elastic.survive():
                 mine.model(torch.ones(2, 4)).sum().backward()
@@ -148,12 +150,15 @@ def skips_alone(every, skipped):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("every", "skipped"), [((1, 1), 1), ((1, 2), None)])
-def test_a_rank_that_skips_a_step_is_told(every, skipped):
-    (code, _, told), (other, _, _) = gloo.ends_of_ranks(skips_alone, 2, every, skipped)
-    assert code == other == 1  # by an exception, not by a signal
-    assert "rank 0 commits a step" in told
-    assert "rank 1 gathers the unit of Linear" in told
+@pytest.mark.parametrize(
+    ("every", "who", "skipped"),
+    [((1, 1), 0, 1), ((1, 1), 1, 1), ((1, 2), 0, None), ((1, 1, 1), 2, 1), ((1, 1, 1), 1, 3)],
+)
+def test_a_rank_that_skips_a_step_is_told(every, who, skipped):
+    for code, _, told in gloo.ends_of_ranks(skips_alone, len(every), every, who, skipped):
+        assert code == 1, told  # by an exception, not by a signal
+        assert f"rank {who} commits a step" in told
+        assert "gathers the unit of Linear" in told
 
 
 def moves_to(ranks):

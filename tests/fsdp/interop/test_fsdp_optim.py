@@ -68,7 +68,7 @@ def runs_of(optimizer):
     """The number of runs in the step before."""
     params = optimizer.param_groups[0]["params"]
     keys = tuple(next(iter(optimizer.state.values())))
-    return len(_C.runs(params, optimizer.state, keys, keys[:1] == ("step",), 0.0, True)[-2])
+    return len(_C.runs(params, optimizer.state, keys, keys[:1] == ("step",), True, True)[-2])
 
 
 def steps_units(strategy, uo):
