@@ -66,6 +66,7 @@ class _Log:
     ``inner``: by epoch, the size of the inner groups: the world of the first build may have been smaller than the job.
 
     ``steps``: (epoch, step) -> what it has computed there; ``whole``: the newest key of which all have all pieces;
+    ``unsure``: the key of the step whose values are not valid if the device was waiting for another rank in it;
     ``harmed``: keys of pieces here; ``end``: the error with which it ended, or "ends"; "": it was killed;
     ``is_cut``: by its launcher, when the job had ended.
     """
@@ -73,7 +74,7 @@ class _Log:
     def __init__(self, member):
         self.member = member
         self.members, self.sources, self.steps, self.whole, self.harmed = {}, {}, {}, None, []
-        self.inner = {}
+        self.inner, self.unsure = {}, None
         self.is_born, self.begins = member.endswith(".0"), threading.Event()
         self.end, self.is_cut = "", False
 
@@ -103,6 +104,8 @@ def play(program):
             return _train(program, phase, store, log, modules[rank])
         except BaseException as error:
             end = type(error).__name__
+            if program["device"] and isinstance(error, OrderError):  # which says that the newest values may be invalid
+                log.unsure = max(log.steps, default=None)
             raise
         finally:
             if not ranks.has_ended(rank):
@@ -368,7 +371,8 @@ def _check_values(program, phase, mine, logs, ended):
                 found = of_member[name].steps.get((epoch, step))
                 is_last = (epoch, end) == chain[-1] and not ended
                 assert found or is_last or of_member[name] not in mine.values(), f"{name} has not done step {step}"
-                for one, other in zip(found or wanted, wanted, strict=True):
+                is_unsure = (epoch, step) == of_member[name].unsure
+                for one, other in zip(wanted if is_unsure or not found else found, wanted, strict=True):
                     assert bitwise.is_same(one, other), f"{name} computes other values in step {step} of epoch {epoch}"
         begin, states = end, [one.get_state() for one in generators]
     for name, (params, number) in ended.items():
