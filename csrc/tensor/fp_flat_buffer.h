@@ -161,7 +161,8 @@ int64_t fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *view
 /* Take user writes: copy this rank's elements into the shard and all elements into the gathered buffer, and let moved views lie
  * at their places again. 1: the shard has changed; 0: it has not; -1. *misfit: the index of a view whose new data were dropped,
  * as they have another shape, dtype or device; n: an in-place change was lost, as nothing is gathered; -1: neither. leaves: 1:
- * if others hold the shard's memory (`kept = weight.data`), it is left to them with its values before data are copied. */
+ * if others hold the shard's memory (`kept = weight.data`), it is left to them with its values before data are copied; data
+ * kept of other parameters of the unit are cut off, too. */
 int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, int leaves,
                                 Py_ssize_t *misfit);
 /* Drop in-place changes. */

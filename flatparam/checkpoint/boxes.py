@@ -131,3 +131,9 @@ def _covered(places: _Places, shape: tuple[int, ...]) -> tuple[tuple[int, int] |
                 return (one, i), found
         here.append((begin + sum(map(mul, sizes, strides)) - sum(strides), i))
     return None, found
+
+
+def forget_cuts() -> None:
+    """Free what was computed: with a thousand ranks it may take 130 MiB."""
+    _cuts.cache_clear()
+    _covered.cache_clear()

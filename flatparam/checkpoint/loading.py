@@ -23,6 +23,7 @@ from torch import nn
 from ..common.warned import warn_here
 from ..fsdp.desync.events import SetupCollective
 from .base import check_sums, sums_of_samples
+from .boxes import forget_cuts
 from .errors import CheckpointError, names_that_differ, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
@@ -239,6 +240,7 @@ class Loading(ModelPlan):
 
         ``set_extra_state`` is the user's code and may raise: all else is done then.
         """
+        forget_cuts()
         self.commit()
         if self.targets is not None:
             self.targets.commit()

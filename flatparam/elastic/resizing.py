@@ -365,9 +365,10 @@ class _Moving:
             self.loading.finish()
 
     def raise_first(self) -> None:
-        """Raises: the first of ``problems``."""
-        for problem in self.problems:
-            raise problem
+        """Raise the first of ``problems``, and forget them: their tracebacks refer to this object."""
+        problems, self.problems = self.problems[:1], []
+        while problems:
+            raise problems.pop()
 
     def undo(self) -> None:
         """Bind all units and states as they were. Does nothing once ``commit`` has begun."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.boxes import Read
+from ..checkpoint.boxes import Read, check_whole
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import NAMES, Chunk, Part
 from ..checkpoint.index import OPTIMIZER, RANKS, Index
@@ -96,7 +96,8 @@ class Pieces(Source):
 
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """Return a small tensor, which is one box. ``move`` carries out the planned reads, which are of others."""
-        (chunk,) = chunks
+        check_whole(key, chunks)
+        chunk = chunks[0]
         small = torch.empty(chunk.sizes, dtype=chunk.torch_dtype(key), device="cpu")
         bytes_of(small)[:] = self._small[chunk.file, chunk.begin]
         return small

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictSettings
 
 from ...common.switches import Fakes
@@ -271,16 +271,6 @@ class Wrapper(RefusingMarkers, nn.Module):
                 if not name.startswith("_") or hasattr(type(inner), name):
                     raise
             raise  # the wrapper's error, as callers look for a private name on the wrapper
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Exchange a tensor or module of the wrapped module there: nobody would compute with it on the wrapper."""
-        inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE)
-        places = () if inner is None else (inner._parameters, inner._buffers, inner._modules)  # which may have None
-        is_part = isinstance(getattr(inner, name, None), Tensor | nn.Module) or any(name in one for one in places)
-        if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictType
 
@@ -211,6 +211,21 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             self._unit = Unit(module, originals, dataclasses.replace(options, placement=self._placement), name)
             take_out(self._unit, before)
             self._join_registry(agreed, own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Exchange a tensor or module of the wrapped module there: nobody would compute with it on the wrapper.
+
+        What a subclass sets stays its own.
+        """
+        is_ours = type(self) is FullyShardedDataParallel
+        inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE) if is_ours else None
+        places = () if inner is None else (inner._parameters, inner._buffers, inner._modules)  # which may have None
+        is_view = inner is not None and isinstance(vars(inner).get(name), Tensor)  # of a flat parameter
+        is_part = is_view or any(name in place for place in places)
+        if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _choose_placement(self, arguments: dict[str, Any], has_policy: bool) -> None:
         """Set strategy and placement. If a policy and no groups are given, put the machine's groups into ``arguments``.

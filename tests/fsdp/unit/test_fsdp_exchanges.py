@@ -5,7 +5,8 @@ Promises:
   kept through a module come back: `test_weights_exchange_their_data`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
 - a buffer, parameter or module that is set on a wrapper is that of the wrapped module, by `functional_call` of buffers
-  too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
+  too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`; what a subclass of the wrapper sets is its own, and no
+  property of the module is read: `test_what_others_mean_by_a_name_stays_theirs`
 """
 
 import copy
@@ -160,3 +161,27 @@ def set_on_wrapper(strategy, uo):
 @every_setting
 def test_what_is_set_on_the_wrapper_is_set_in_the_module(strategy, uo):
     simulate_ranks(set_on_wrapper, 2, strategy, uo)
+
+
+class Dressed(FSDP):
+    """A subclass with a part of its own, which has a name of the wrapped module's, too."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.head = nn.Identity()
+
+
+class Lazy(Net):
+    @property
+    def loss(self):
+        raise RuntimeError("there is none yet")
+
+
+def test_what_others_mean_by_a_name_stays_theirs():
+    with fake_world(2):
+        model = Dressed(Net())
+        assert isinstance(model.head, nn.Identity)
+        assert isinstance(model.module.head, nn.Linear)
+        model = FSDP(Lazy())
+        model.loss = None
+        assert model.loss is None
