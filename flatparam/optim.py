@@ -137,7 +137,7 @@ class Adam(_Fused, torch.optim.Adam):
         finally:  # also if it is refused, before or after torch has counted the step
             for step, rest in zip(steps, others, strict=True):
                 if rest is not None:
-                    rest.fill_(step.reshape(()))
+                    rest.copy_(step)
         self._step_apart(group, apart)
         return False
 

@@ -265,7 +265,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             view.set_data(fp::alias(flat->unsharded, place));
         }
         if (leaves && borrowed && !given.empty()) {
-            fp::leave_to_holders(*flat, shard_object, views);
+            fp::leave_memory(*flat, shard_object, views);
         }
         for (const auto &[i, values] : given) {
             const fp::View &place = flat->geometry->views[i];

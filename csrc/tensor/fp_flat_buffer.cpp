@@ -47,7 +47,7 @@ freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, co
                         flat.keeps_size);
 }
 
-// Leave the storage and its memory to others; move our tensors to that of source.
+// Move our tensors to the storage of source. The storage that they had stays with those that hold it, with its values.
 void
 leave_storage(fp_flat_buffer &flat, PyObject *const *views, const at::Tensor &source)
 {
@@ -102,10 +102,11 @@ next_state(const fp_flat_buffer &flat, const fp_state_table &table, unsigned sta
 } // namespace
 
 void
-leave_to_holders(fp_flat_buffer &flat, PyObject *shard_object, PyObject *const *views)
+leave_memory(fp_flat_buffer &flat, PyObject *shard_object, PyObject *const *views)
 {
     const at::Tensor &shard = unpack(shard_object);
-    const size_t ours = 4 + flat.geometry->views.size(); /* shard, its _local_shard; unsharded, unsharded_data, views */
+    const size_t ours = 4 + flat.geometry->views.size(); // shard, its _local_shard; unsharded, unsharded_data, views
+    // A shard that is a part of a secondary shard cannot move alone
     if (shard.storage().use_count() > ours && shard.storage_offset() == 0 && flat.outer_group == nullptr) {
         const at::Tensor source = shard.detach().clone();
         move_to_storage(shard, source);

@@ -163,6 +163,10 @@ void move(fp_flat_buffer &flat, fp_data_event event);
 void move(fp_flat_buffer &flat, fp_gradient_event event);
 void check(const fp_flat_buffer &flat, fp_gradient_event event); // the same error, without the move
 
+// The unsharded tensor is in the shard's memory. If others hold that memory (`kept = weight.data`), leave it to them with its
+// values, and move the shard and our tensors to a copy. FlatParam.leave_memory() does this with original parameters.
+void leave_memory(fp_flat_buffer &flat, PyObject *shard, PyObject *const *views);
+
 // ---- fp_gather.cpp ----
 
 // Whether the pending gather may never end: then it becomes abandoned, and its memory must not be freed. An abandoned gather
@@ -177,9 +181,6 @@ void wait_for_gather(fp_flat_buffer &flat);
 void wait_for_fill(fp_flat_buffer &flat);
 
 // ---- fp_buffer_views.cpp ----
-
-// The shard is the unsharded tensor: give both other memory if the user holds theirs, as data of a parameter.
-void leave_to_holders(fp_flat_buffer &flat, PyObject *shard, PyObject *const *views);
 
 // Whether view lies at the place of parameter i in the flat buffer.
 bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);

@@ -4,6 +4,7 @@
 commit: nothing is written into the optimizers. No collective calls.
 """
 
+import functools
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
@@ -188,10 +189,11 @@ class OptimizerPlan:
         """Plan the reads of a state like the parameter; return its tensor: ``before`` if it fits, else a new one."""
         param, dtype = one.tensor, self._dtype_of(one, here[0], key)
         fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
-        state = before if fits else torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        new = functools.partial(torch.empty_like, param, dtype=dtype, memory_format=torch.preserve_format)
+        state = before if fits else new()
         flat = in_order(state.detach(), param.stride())
         if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: flat is a copy
-            state = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state = new()
             flat = in_order(state.detach(), param.stride())
         end = 0
         for begin, numel in [*((held.offset, held.numel) for held in here if held.numel), (flat.numel(), 0)]:

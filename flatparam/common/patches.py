@@ -158,9 +158,8 @@ class Lifetime:
             if is_wanted:
                 self._known = self._known or set(sys.modules)
             else:
-                since = (
-                    [*sys.modules.keys() - self._known] if self._known else []
-                )  # else only what take_back() leaves is made
+                # Not known: this is a later try, and only what could not be undone before is left
+                since = [*sys.modules.keys() - self._known] if self._known else []
                 _rebind([pair for change in self.changes for pair in change.pairs], since)
                 self._known = set()
                 if any(change.is_made for change in self.changes):

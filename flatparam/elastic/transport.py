@@ -97,7 +97,7 @@ class Pieces(Source):
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """Return a small tensor, which is one box. ``move`` carries out the planned reads, which are of others."""
         check_whole(key, chunks)
-        chunk = chunks[0]
+        (chunk,) = chunks
         small = torch.empty(chunk.sizes, dtype=chunk.torch_dtype(key), device="cpu")
         bytes_of(small)[:] = self._small[chunk.file, chunk.begin]
         return small

@@ -65,9 +65,8 @@ _EXCHANGES = list(SetupCollective)
 _EVENTS = 2**32 * _C.EVENT_KINDS
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must make these calls in the same order, as often: none of them under `if rank == 0:` alone"
-# In each text of difference()
-DIFFERENT = re.compile("the ranks (do|train|run units in) different|Forward order differs")
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
+DIFFERENT = re.compile("the ranks (do|train|run units in) different|Forward order differs")  # texts of difference()
 
 
 class CollectiveEvent(NamedTuple):

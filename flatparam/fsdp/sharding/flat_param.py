@@ -196,6 +196,7 @@ class FlatParam:
         """Move the shard if the user has kept data of a parameter (``kept = param.data``): they stay as they are.
 
         Before other data of a parameter are copied into the shard. A shard that nobody else holds stays where it is.
+        Without original parameters the core does this itself (``leave_memory`` in tensor/fp_flat_buffer.hpp).
         Returns whether it has moved: call ``describe()`` then.
         """
         shard = self.flat.detach()

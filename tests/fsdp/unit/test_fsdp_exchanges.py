@@ -4,9 +4,10 @@ Promises:
 - weights of several units that exchange their data, in pairs and in a ring, have each other's values; data that are
   kept through a module come back: `test_weights_exchange_their_data`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
-- a buffer, parameter or module that is set on a wrapper is that of the wrapped module, by `functional_call` of buffers
-  too: `test_what_is_set_on_the_wrapper_is_set_in_the_module`; what a subclass of the wrapper sets is its own, and no
-  property of the module is read: `test_what_others_mean_by_a_name_stays_theirs`
+- a buffer, parameter or module that a program sets on a wrapper replaces that of the wrapped module, whose forward uses
+  it, and so does a buffer given to `functional_call`: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
+- a part that a subclass of the wrapper sets does not replace the wrapped module's, and setting an attribute calls no
+  property of the wrapped module: `test_what_others_mean_by_a_name_stays_theirs`
 """
 
 import copy
