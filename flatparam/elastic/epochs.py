@@ -9,6 +9,7 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 | ``epoch/N`` | the first to decide | the members of epoch N, and why it began |
 | ``here/N/MEMBER`` | that member | it has come to epoch N |
 | ``ended/MEMBER`` | its launcher | it was killed or replaced, and why |
+| ``told`` | the first rank | the last epoch whose reason was printed |
 | ``asks``, ``ask/I`` | a new process | it asks to join |
 | ``left/MEMBER`` | that member | it has come to the end of the loop |
 | ``done`` | a rank, or the launcher of one that has ended with status 0 | the job has ended well |
@@ -137,6 +138,13 @@ class Epochs:
         """Decide that the job goes on without the members ``lost``."""
         reason = "; ".join(self.why_ended(one) or f"{one} does not answer" for one in lost) or "its world has failed"
         return self._decide(epoch, (one for one in epoch.members if one not in lost), epoch.asks, reason)
+
+    def reasons(self, epoch: Epoch) -> str:
+        """Return why ``epoch`` began, and the epochs after the last call on any rank: no world of theirs has stood."""
+        told = int(self._store.value_at("told") or "0")
+        self._store.set("told", str(epoch.number))
+        keys = [f"epoch/{number}" for number in range(told + 1, epoch.number + 1)]
+        return "; ".join(dict.fromkeys(json.loads(said)[2] for said in self._store.values_at(keys)))
 
     def end(self, member: str, why: str) -> None:
         """Say ``why`` the process of ``member`` has ended: it was killed or replaced."""

@@ -329,7 +329,7 @@ class Session:
         self.has_recovered = True
         if self.epoch.members[0] == self.epochs.me:
             number, ranks = self.epoch.number, len(self.epoch.members)
-            reason = "; ".join([self.epoch.reason, *found.corrupt])
+            reason = "; ".join([self.epochs.reasons(self.epoch), *found.corrupt])
             text = f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {reason}"
             print(text, file=sys.stderr, flush=True)
 

@@ -9,6 +9,8 @@ Promises:
   `test_a_process_that_says_its_name_late_joins_later`
 - a rank gives up to connect to a world that is not made before the others drop it from the next one:
   `test_a_world_is_made_in_less_time_than_the_next_one_waits`
+- who was lost or joined in an epoch whose world was never made is told with the next epoch, and once:
+  `test_the_reasons_of_epochs_without_a_world_are_told`
 - that error is not taken for the loss of a rank: `test_the_error_of_a_start_is_no_loss`
 """
 
@@ -129,3 +131,20 @@ def test_the_error_of_a_start_is_no_loss():
         session.epoch_after(error)
     assert found.value is error
     assert session.epochs.after(Epoch(-1, [])) is None
+
+
+def test_the_reasons_of_epochs_without_a_world_are_told():
+    store = in_memory()
+    first, later = Epochs(store, "0.0"), Epochs(store, "1.0")
+    later.end("2.0", "2.0 was killed by SIGKILL")
+    told = [first.reasons(epoch := first.without(first.first(3), ["2.0"]))]
+    Epochs(store, "2.1").ask()
+    joined = first.grown(epoch, 1)
+    again = first.without(first.without(joined, []), [])
+    told.append(first.reasons(again))
+    told.append(later.reasons(later.without(later.without(again, ["0.0"]), ["2.1"])))  # another rank is the first now
+    assert told == [
+        "2.0 was killed by SIGKILL",
+        "2.1 joined; its world has failed",
+        "0.0 does not answer; 2.1 does not answer",
+    ]
