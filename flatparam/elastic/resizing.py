@@ -182,6 +182,7 @@ class _Moving:
         self.plan, self.holds = SavePlan(), False
         self._undo: list[Callable[[], None]] = []
         self._replaced: list[Any] = []  # the cores of units that graphs from before may still call
+        self._described: dict[Any, list[tuple[Wrapper, Described]]] = {}  # by groups
         self._numbers: dict[Wrapper, dict[UnitIds, int]] = {}
         self.loading: Loading | None = None
         self.here: dict[int, Held] = {}
@@ -283,16 +284,16 @@ class _Moving:
             place(wrapper._strategy, mine).with_host(device_of(wrapper)) if mine else Placement()
             for wrapper, mine in zip(self.wrappers, groups, strict=True)
         ]
-        tables = None if self.problems else {number: held.table for number, held in here.items()}
         parts = {file: boxes for held in here.values() for file, boxes in held.parts.items()}
-        word = peers.new_word()
-        everyone = gather_objects(SetupCollective.RESIZES, (tables, peers.show(parts, word)), world())
-        told = {i: (table, rank) for rank, (theirs, _) in enumerate(everyone) for i, table in (theirs or {}).items()}
-        shown = [one for _, one in everyone]
-        works = all(theirs is not None for theirs, _ in everyone)  # else a rank raises its problem for all
+        word, told = peers.new_word(), None
+        with keeping(self.problems):
+            shown = peers.show(parts, word)
+            told = None if self.problems else ({number: held.table for number, held in here.items()}, shown)
+        everyone = gather_objects(SetupCollective.RESIZES, told, world())
+        works = None not in everyone  # else a rank raises its problem for all
         try:
             ways = rendezvous.agree(
-                lambda: self.bind([told[i] for i in sorted(told)], placements, shown) if works else self.raise_first(),
+                lambda: self.bind(everyone, placements) if works else self.raise_first(),
                 together,
             )
             with keeping(self.problems):
@@ -307,12 +308,14 @@ class _Moving:
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
-    def bind(self, told: list[Any], placements: list[Placement], shown: list[peers.Shown]) -> list[Any]:
+    def bind(self, everyone: list[Any], placements: list[Placement]) -> list[Any]:
         """Bind the units to the new ranks, and plan what this rank reads. Returns: for ``together``.
 
-        Raises: the caller then calls ``undo``.
+        ``everyone``: by rank the tables of the old ranks, and what it has shown. Raises: the caller then calls
+        ``undo``.
         """
-        source = Pieces(told, dist.get_rank())
+        told = {i: (table, rank) for rank, (tables, _) in enumerate(everyone) for i, table in tables.items()}
+        source = Pieces([told[i] for i in sorted(told)], dist.get_rank())
         holds = dist.get_rank() in self.ranks
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))
@@ -329,17 +332,18 @@ class _Moving:
         if holds:
             self.loading = Loading(self.model, self.optimizer, self.ranks.index(dist.get_rank()), len(self.ranks))
             self.loading.prepare_from(source)
-        self.reading = Reading(source, [] if self.loading is None else self.loading.reads, shown)
+            self.describe_units()
+        reads = [] if self.loading is None else self.loading.reads
+        self.reading = Reading(source, reads, [shown for _, shown in everyone])
         return self.reading.told()
 
-    def compare_units(self) -> None:
-        """Compare the units over the new ranks, and take their ids there. A collective call of these ranks.
+    def describe_units(self) -> None:
+        """Describe the units for ``compare_units``, by their groups.
 
         Units over the same groups are compared at once: with 33 units an exchange for each took a sixth of the time.
         """
         paths = {wrapper: path for path, wrapper in self.model.named_modules()}
-        together: dict[Any, list[tuple[Wrapper, Described]]] = {}
-        for wrapper in self.wrappers if self.loading is not None else ():
+        for wrapper in self.wrappers:
             unit = wrapper._unit
             # unit.name has the path from the first forward on, which a new process has not run
             name = f"the unit of {type(unit.module).__name__} at `{paths[wrapper]}`"
@@ -347,8 +351,11 @@ class _Moving:
             described = [settings, *((f"{param} in {name}", properties) for param, properties in params)]
             placement = unit.options.placement
             inner = placement.param if placement.has_secondary_shard else None
-            together.setdefault((tuple(placement.compared), inner), []).append((wrapper, described))
-        for (groups, inner), found in together.items():
+            self._described.setdefault((tuple(placement.compared), inner), []).append((wrapper, described))
+
+    def compare_units(self) -> None:
+        """Compare the units over the new ranks, and take their ids there. A collective call of these ranks."""
+        for (groups, inner), found in self._described.items():
             said = [entry for _, described in found for entry in described]
             numbers = check_same_unit(said, list(groups), inner, dict, ("", "")).numbers
             for i, (wrapper, _) in enumerate(found):

@@ -164,7 +164,8 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
     Bytes that are sent go through memory that the world has collectives for: the host's if it has any, else the
     device's. Nobody waits for a read in memory: its end is told by the caller's next ``agree``.
     A collective call of all ranks of the world. An error of this rank alone goes into ``problems``, and the rank takes
-    part in the collectives that remain: the others would wait for it, and the next call would meet theirs.
+    part in the collectives that remain: the others would wait for it, and the next call would meet theirs. Each rank
+    has the memory for all rounds before the first: without it there could be no such part.
     Returns: the number of bytes that other ranks get from this one. Raises: OrderError if another rank cannot come
     to it.
     """
@@ -181,22 +182,34 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
         return sent
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
     everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world())
-    gives = [[box_of(parts[file][i].tensor, begin, shape) for file, i, begin, shape in asked[me]] for asked in everyone]
-    given = [list(_rounds([(one.nbytes, one) for one in theirs])) for theirs in gives]
-    taken = [list(_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs])) for theirs in wanted]
-    counts = torch.tensor([max(len(one) for one in (*given, *taken))], device=via)
-    exchange(SetupCollective.RESIZES, dist.all_reduce, counts, group=world(), op=dist.ReduceOp.MAX)
-    for i in range(int(counts)):
-        giving, taking = ([runs[i] if i < len(runs) else [] for runs in side] for side in (given, taken))
-        sizes, out_sizes = ([sum(count for count, _ in run) for run in side] for side in (taking, giving))
-        got, out = (torch.empty(sum(one), dtype=torch.uint8, device=via) for one in (sizes, out_sizes))
+    given: list[Any] = []
+    taken: list[Any] = []
+    rounds, got, out = 0, torch.empty(0), torch.empty(0)
+    with keeping(problems):
+        gives = [[box_of(parts[file][i].tensor, at, shape) for file, i, at, shape in asked[me]] for asked in everyone]
+        given = [_rounds([(one.nbytes, one) for one in theirs]) for theirs in gives]
+        taken = [_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs]) for theirs in wanted]
+        rounds = max(map(len, (*given, *taken)))
+        got, out = (
+            torch.empty(max((sum(_sizes(side, i)) for i in range(rounds)), default=0), dtype=torch.uint8, device=via)
+            for side in (taken, given)
+        )
+    told = torch.tensor([rounds, len(problems)], device=via)
+    exchange(SetupCollective.RESIZES, dist.all_reduce, told, group=world(), op=dist.ReduceOp.MAX)
+    rounds, failed = told.tolist()
+    for i in range(0 if failed else rounds):
+        sizes, out_sizes = _sizes(taken, i), _sizes(given, i)
+        coming, going = got[: sum(sizes)], out[: sum(out_sizes)]
         with keeping(problems):
-            torch.cat([out[:0], *(_bytes(one).to(via) for run in giving for _, one in run)], out=out)
-        exchange_bytes(got, out, sizes, out_sizes)
-        sent += len(out)
+            torch.cat(
+                [out[:0], *(_bytes(one).to(via) for runs in given for run in runs[i : i + 1] for _, one in run)],
+                out=going,
+            )
+        exchange_bytes(coming, going, sizes, out_sizes)
+        sent += len(going)
         with keeping(problems):
             at = 0
-            for count, read in (one for run in taking for one in run):
+            for count, read in (one for runs in taken for run in runs[i : i + 1] for one in run):
                 read.out.copy_(got[at : at + count].clone().view(_dtype(read)).view(read.out.shape))
                 at += count
     return sent
@@ -225,18 +238,22 @@ def _dtype(read: Read) -> torch.dtype:
     return read.chunk.torch_dtype(read.chunk.file)
 
 
-def _rounds(counted: Sequence[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
+def _rounds(counted: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     """Cut ``counted``, pairs with a number of bytes, into runs of about ``ROUND_BYTES``.
 
     Sender and receiver cut alike: the sizes decide.
     """
-    run: list[tuple[int, Any]] = []
-    total = 0
+    runs: list[list[tuple[int, Any]]] = []
+    total = ROUND_BYTES
     for count, one in counted:
-        run.append((count, one))
-        total += count
         if total >= ROUND_BYTES:
-            yield run
-            run, total = [], 0
-    if run:
-        yield run
+            runs.append([])
+            total = 0
+        runs[-1].append((count, one))
+        total += count
+    return runs
+
+
+def _sizes(side: list[list[list[tuple[int, Any]]]], i: int) -> list[int]:
+    """Return the bytes that go to each rank, or come from it, in round ``i``."""
+    return [sum(count for run in runs[i : i + 1] for count, _ in run) for runs in side]

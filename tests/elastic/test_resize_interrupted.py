@@ -35,9 +35,12 @@ pytestmark = pytest.mark.multiprocess
 # a function of the move, and the number of its call on one rank that raises
 FAULTS = {
     "plan of the boxes": (resizing, "described", 1),
+    "addresses of the boxes": (peers, "show", 1),
     "second flat parameter": (flat_param.FlatParam, "bind", 2),
     "plan of the reads": (Loading, "prepare_from", 1),
+    "second unit's description": (resizing, "describe_unit", 2),
     "copy on the rank": (transport, "box_of", 1),
+    "buffers for the bytes": (transport, "_rounds", 2),
     "bytes to send": (transport, "_bytes", 2),
     "read in memory": (_C, "read_process", 2),
 }
