@@ -53,7 +53,7 @@ def _runs(
 
 
 def _check_shapes(optimizer: "_Fused", group: dict[str, Any], params: Sequence[Tensor], keys: Sequence[str]) -> None:
-    """Raises: ValueError, before the group is stepped: torch loads states of any shape, and crashes later."""
+    """Raises: ValueError, before any group is stepped: torch loads states of any shape, and crashes later."""
     for param, key in itertools.product(params, keys):
         tensor = param.grad if key == "gradient" else optimizer.state.get(param, {}).get(key)
         if key != "step" and tensor is not None and tensor.shape != param.shape:
@@ -80,6 +80,7 @@ class _Fused(torch.optim.Optimizer):
     """Before a class of torch's among the bases: ``fused=True`` is the default."""
 
     _with_twice: frozenset[int] = frozenset()  # ids of the groups that have a parameter twice
+    _planned: dict[int, Any] = {}  # id of a group that this step has yet to take -> its ``_plan``
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and set its ``fused`` if it is open."""
@@ -107,6 +108,17 @@ class _Fused(torch.optim.Optimizer):
         """Return whether torch's fused kernel cannot step ``param``."""
         return param.is_complex() or param.device.type not in _get_fused_kernels_supported_devices()
 
+    def _take_plan(self, group: dict[str, Any]) -> Any:
+        """Return the plan of ``group``. With the first group all are planned: if one is refused, none is stepped."""
+        if group is self.param_groups[0] or id(group) not in self._planned:
+            self._planned = {}  # of a step that has failed
+            self._planned = {id(one): self._plan(one) for one in self.param_groups}
+        return self._planned.pop(id(group))
+
+    def _plan(self, group: dict[str, Any]) -> Any:
+        """Return what ``_init_group`` needs for a step of ``group``; None: torch has to step it."""
+        raise NotImplementedError
+
     def _step_apart(self, group: dict[str, Any], params: list[Any]) -> None:
         """Step ``params`` as torch does by default, after what its fused kernels do for a gradient scaler."""
         if not params or getattr(self, "found_inf", None):
@@ -125,11 +137,9 @@ class Adam(_Fused, torch.optim.Adam):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Step the runs here, and leave torch's step nothing: the parameters of a run count their steps as one."""
-        init_group: Any = super()._init_group
-        keys = _ALL_MOMENTS if group["amsgrad"] else _MOMENTS
-        found = _runs(self, group, keys, lambda: init_group(group, *([] for _ in lists)))
+        found = self._take_plan(group)
         if found is None:
-            return bool(init_group(group, *lists))
+            return bool(super()._init_group(group, *lists))
         params, grads, steps, averages, squares, *most, others, apart = found
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         try:
@@ -140,6 +150,11 @@ class Adam(_Fused, torch.optim.Adam):
                     rest.copy_(step)
         self._step_apart(group, apart)
         return False
+
+    def _plan(self, group: dict[str, Any]) -> Any:
+        init_group: Any = super()._init_group
+        keys = _ALL_MOMENTS if group["amsgrad"] else _MOMENTS
+        return _runs(self, group, keys, lambda: init_group(group, *([] for _ in range(6))))
 
     def _step_default(self, group: dict[str, Any]) -> None:
         lists: list[list[Any]] = [[] for _ in range(6)]
@@ -165,17 +180,12 @@ class SGD(_Fused, torch.optim.SGD):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Step the runs here, and leave torch's step nothing: it would keep the momentum as states of the runs."""
-        init_group: Any = super()._init_group
-        has_momentum = group["momentum"] != 0
-        known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])
-        is_first = has_momentum and all(buffer is None for buffer in known)
+        is_first, found = self._take_plan(group)
         if is_first and getattr(self, "found_inf", None):
             return False  # the skipped step would leave uninitialized memory as momentum
-        if getattr(self, "_need_device_dtype_check_for_fused", True):
-            init_group(group, [], [], [])
-        found = _runs(self, group, (_BUFFER,) if has_momentum and not is_first else (), lambda: None)
         if found is None:
-            return bool(init_group(group, *lists))
+            return bool(super()._init_group(group, *lists))
+        has_momentum = group["momentum"] != 0
         params, grads, *buffers, counts, apart = found
         momentum: list[Any] = buffers[0] if buffers else [None] * len(params) if has_momentum else []
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
@@ -190,6 +200,15 @@ class SGD(_Fused, torch.optim.SGD):
                     self.state[param][_BUFFER] = view.view(param.shape)
         self._step_apart(group, apart)
         return False
+
+    def _plan(self, group: dict[str, Any]) -> Any:
+        """Return whether momentum begins with this step, and the runs."""
+        has_momentum = group["momentum"] != 0
+        known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])
+        is_first = has_momentum and all(buffer is None for buffer in known)
+        if getattr(self, "_need_device_dtype_check_for_fused", True):
+            super()._init_group(group, [], [], [])
+        return is_first, _runs(self, group, (_BUFFER,) if has_momentum and not is_first else (), lambda: None)
 
     def _step_default(self, group: dict[str, Any]) -> None:
         lists: list[list[Any]] = [[] for _ in range(3)]

@@ -22,7 +22,7 @@ Promises:
   `test_fused_is_the_default_where_it_can_be`, `test_parameters_on_meta_step_as_by_default`,
   `test_a_grad_scaler_takes_a_loaded_group`
 - a step that raises counts for all parameters of a run or for none, and states of other shapes than their parameters'
-  are refused by name before anything of the group is stepped: `test_a_step_that_raises_counts_for_all_or_none`,
+  are refused by name before anything is stepped, also of other groups: `test_a_step_that_raises_counts_for_all_or_none`,
   `test_steps_of_one_element_count_for_all_of_a_run`,
   `test_a_state_of_another_shape_is_refused_by_name`
 - a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`,
@@ -597,22 +597,31 @@ def test_a_step_that_raises_counts_for_all_or_none(key, wrong):
 
 @pytest.mark.parametrize("names", [False, True])
 @pytest.mark.parametrize("numel", [3, VECTOR, 5 * VECTOR])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("setting", ["AdamW", "SGD momentum"])
-def test_a_state_of_another_shape_is_refused_by_name(setting, numel, names):
+def test_a_state_of_another_shape_is_refused_by_name(setting, groups, numel, names):
     """As torch loads them. Its loop then raises amid a step, and its fused kernel goes beyond the memory."""
     source, mine = side_by_side([VECTOR, numel, VECTOR]), side_by_side([VECTOR, 2 * VECTOR, VECTOR])
     give_grads(0, source)
-    saved_from = make(setting, source)
+
+    def in_groups(params):  # the wrong state is in the last one
+        params = list(zip(("first", "second", "last"), params, strict=True)) if names else params
+        return [{"params": one} for one in (params[: groups - 1], params[groups - 1 :]) if one]
+
+    saved_from = make(setting, in_groups(source))
     saved_from.step()
-    ours = make(setting, zip(("first", "second", "last"), mine, strict=True) if names else mine)
+    ours = make(setting, in_groups(mine))
     ours.load_state_dict(saved_from.state_dict())
     give_grads(1, mine)
     before, steps = joined(mine).clone(), [dict(ours.state[param]).get("step") for param in mine]
-    key, name = "exp_avg" if setting == "AdamW" else "momentum_buffer", "second" if names else "parameter 1 of"
+    key, name = "exp_avg" if setting == "AdamW" else "momentum_buffer", "second" if names else f"parameter {2 - groups} of"
     with pytest.raises(ValueError, match=rf"expected {key} of {name} .*\({2 * VECTOR},\), got \({numel},\)"):
         ours.step()
     assert torch.equal(joined(mine), before)
     assert [dict(ours.state[param]).get("step") for param in mine] == steps
+    ours.state.clear()
+    ours.step()
+    assert not any(torch.equal(param, old) for param, old in zip(mine, before.split(list(map(len, mine))), strict=True))
 
 
 def test_steps_of_one_element_count_for_all_of_a_run():
