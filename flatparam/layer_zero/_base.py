@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecision
 
 from .. import _C
 from ..common import optimizers
-from ..common.collectives import ranks_of
 from ..common.described import Described
 from ..common.patches import flat_params_live
 from ..common.tensors import check_memory, free, is_allocated
@@ -97,7 +96,8 @@ class Base(Driven):
         A collective call: the constructor. Raises: on all ranks alike; the module is unchanged then.
         """
         what = f"FlatParamHandle of {type(zero3_module).__name__}"
-        _check_groups(zero3_process_group, zero1_process_group, what)
+        names = ("zero3_process_group to be a process group", "zero1_process_group to be a process group")
+        check_pair(zero3_process_group, zero1_process_group, what=what, names=names)
         self.zero3_process_group, self.zero1_process_group = zero3_process_group, zero1_process_group
         self.zero3_group_rank, self.zero3_group_size = zero3_process_group.rank(), zero3_process_group.size()
         self.zero1_group_rank, self.zero1_world_size = zero1_process_group.rank(), zero1_process_group.size()
@@ -228,19 +228,3 @@ class Base(Driven):
     @staticmethod
     def _is_storage_freed(tensor: Tensor | None) -> bool:
         return tensor is not None and not is_allocated(tensor)
-
-
-def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
-    """Check that a unit can be sharded over the two groups. All ranks of ``zero1`` call it.
-
-    Raises: TypeError for an object that is no process group. ValueError, naming sizes and ranks, unless this rank is in
-    both groups, and the zero3 groups of all ranks have one size, are disjoint and cover ``zero1``.
-    """
-    for name, group in (("zero3_process_group", zero3), ("zero1_process_group", zero1)):
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{what}: expected {name} to be a group that this rank is in, got {group!r}")
-        if not hasattr(group, "rank") or not hasattr(group, "size"):
-            raise TypeError(f"{what}: expected {name} to be a process group, got {type(group).__name__}")
-        if group.rank() < 0:
-            raise ValueError(f"{what}: this rank is not in {name}, of ranks {ranks_of(group)}")
-    check_pair(zero3, zero1, what)

@@ -452,7 +452,9 @@ def refused():
     cases = [
         ((trios[rank], world), r"must be a multiple of .* 4 ranks \[0, 1, 2, 3\] and 3 ranks .* nearest .* is 2"),
         ((alone if rank == 3 else mine, world), r"of one size: rank 0 has \[0, 1\], rank 3 has \[3\]"),
-        ((first_three, world), r"of one size: rank 0 has \[0, 1, 2\], rank 3 has \[\]"),  # rank 3 is in no inner group
+        ((first_three, world), r"rank 3: expected a process group that this rank is in, got int"),
+        ((None if rank == 1 else mine, world), r"rank 1: expected a process group .* got NoneType"),
+        ((mine, None if rank == 1 else world), r"rank 1: expected a process group .* got NoneType"),
         (
             (world, mine),
             r"must hold the zero3 group.* ranks \[2, 3\] are not in|must hold .* ranks \[0, 1\] are not in",
@@ -508,8 +510,18 @@ def refused():
         pass
     with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="IDLE, it is in SUMMON"), model.no_sync():
         pass
-    with pytest.raises(ValueError, match=r"the outer group must have the ranks \[\d, \d\].*got \[\d, \d\]"):
-        FSDP(make(), (mine, world, mine), ShardingStrategy.LAYER_ZERO_NESTED)
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    for third, message in (
+        (mine, r"the outer group of rank 0 must have the ranks \[0, 2\].*got \[0, 1\]"),
+        (columns[(rank + (rank == 3)) % 2], r"rank 3: expected a process group .* got int"),
+        (mine if rank == 1 else columns[rank % 2], r"the outer group of rank 1 .* the ranks \[1, 3\].*got \[0, 1\]"),
+        ("none" if rank == 1 else columns[rank % 2], r"rank 1: expected a process group .* got str"),
+        (None if rank == 1 else columns[rank % 2], r"rank 0 has passed an outer group, rank 1 has not"),
+    ):
+        groups = (mine, world) if third is None else (mine, world, third)
+        with counted(2) as log, pytest.raises(ValueError, match=message):
+            FSDP(make(), groups, ShardingStrategy.LAYER_ZERO_NESTED)
+        assert log == []
     nested = layer_zero(2, "LAYER_ZERO_NESTED")
     with pytest.raises(RuntimeError, match="not for a grid"):
         nested.register_comm_hook(None, print)

@@ -310,11 +310,10 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
                 f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}. With an auto_wrap_policy "
                 "the ranks of a machine are a group: as many as LOCAL_WORLD_SIZE says, or as there are devices"
             )
-        # check_pair tells all ranks, which wait there, of a rank that is in no inner group
-        _check_groups(*process_group[wide and process_group[0] is dist.GroupMember.NON_GROUP_MEMBER :])
         if not wide:
+            _check_groups(*process_group)
             return dict(zip(("inner", "outer"), process_group, strict=True))
-        check_pair(process_group[0], process_group[1], strategy.name)
+        check_pair(*process_group, what=strategy.name)
         return dict(zip(("inner", "wide", "outer"), process_group, strict=False))
     if isinstance(process_group, Sequence):
         got = f"the text {process_group!r}" if isinstance(process_group, str) else len(process_group)
@@ -368,7 +367,7 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     inner = mesh.get_group(1)
     wide = world if sorted(ranks) == ranks_of(world) else mesh._flatten().get_group()
-    check_pair(inner, wide, strategy.name)
+    check_pair(inner, wide, what=strategy.name)
     return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
 
 
@@ -397,82 +396,120 @@ def inner_groups(inner: Any, wide: Any) -> Cut:
     return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
 
 
-def check_pair(inner: Any, wide: Any, what: str) -> None:
+class _Claim(NamedTuple):
+    """The ranks of the groups that one rank passes. ``problem``: one of them is no group of this rank."""
+
+    inner: list[int]
+    wide: list[int]
+    outer: list[int] | None
+    problem: str | None
+
+
+def check_pair(
+    inner: Any, wide: Any, outer: Any = None, *, what: str, names: tuple[str, ...] = ("a process group",) * 3
+) -> None:
     """Compare the cut of ``wide`` into inner groups over all ranks of ``wide``, and remember it for ``inner_groups``.
 
-    All ranks of ``wide`` call this. It goes through the store and issues no collective. ``what``: begins the messages.
-    Raises: ValueError on each rank of ``wide`` alike unless all ranks pass the same ``wide``, and the inner groups have
-    one size, are disjoint, and cover ``wide`` exactly.
+    All ranks of ``wide`` call this, also one that has no such groups. It goes through the store and issues no
+    collective. ``what``: begins the messages; ``names``: of the groups.
+    Raises: ValueError on each rank of ``wide`` alike unless all ranks pass the same ``wide``, the inner groups have one
+    size, are disjoint, and cover ``wide`` exactly, and ``outer`` is None on all ranks or as in ``outer_group``.
     """
-    mine = (_ranks(inner), _ranks(wide))
+    groups = (inner, wide) if outer is None else (inner, wide, outer)
+    problem = next((_not_mine(*pair) for pair in zip(groups, names, strict=False) if _not_mine(*pair)), None)
+    mine = _Claim(_ranks_here(inner), _ranks_here(wide), None if outer is None else _ranks_here(outer), problem)
     claims = _exchange(mine)
     complaint = _complaint(mine, claims)
     if complaint is not None:
         raise ValueError(f"{what}: {complaint}")
     known = _cuts.setdefault(dist.group.WORLD, {})
-    if mine in known:
+    key = tuple(mine.inner), tuple(mine.wide)
+    if key in known:
         return
-    known[mine] = tuple(sorted({claim[0] for claim in claims.values()}))
-    places = [mine[1].index(rank) for rank in mine[0]]
+    known[key] = tuple(sorted({tuple(claim.inner) for claim in claims.values()}))
+    places = [mine.wide.index(rank) for rank in mine.inner]
     if places != list(range(places[0], places[0] + len(places))):
         warn_user(
-            f"{what}: the ranks {list(mine[0])} of the inner group do not follow each other in {list(mine[1])}: this "
-            "is correct, but inner groups are meant to be of neighbours, on one machine",
+            f"{what}: the ranks {mine.inner} of the inner group do not follow each other in {mine.wide}: this is "
+            "correct, but inner groups are meant to be of neighbours, on one machine",
             [inner],
         )
 
 
-def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, Any]) -> str | None:
+def _not_mine(group: Any, name: str) -> str | None:
+    """Return the problem with ``group`` if it is no process group of this rank."""
+    if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
+        return None
+    return f"rank {dist.get_rank()}: expected {name} that this rank is in, got {type(group).__name__}"
+
+
+def _complaint(mine: _Claim, claims: dict[int, _Claim]) -> str | None:
     """Return the problem with the groups in ``claims``, the same text on all ranks; None: they fit."""
-    wide = mine[1]
-    for rank, (_, other) in claims.items():
-        if other != wide:
+    problem = mine.problem or next((claim.problem for claim in claims.values() if claim.problem), None)
+    if problem is not None:
+        return problem
+    wide, first = mine.wide, min(claims)
+    inner, outer = claims[first].inner, claims[first].outer
+    size = len(inner)
+    for rank, claim in claims.items():
+        if claim.wide != wide:
             return (
-                f"the ranks have named different zero1 groups: rank {dist.get_rank()} has {list(wide)}, rank {rank} "
-                f"has {list(other)}"
+                f"the ranks have named different zero1 groups: rank {dist.get_rank()} has {wide}, rank {rank} has "
+                f"{claim.wide}"
             )
-    first = min(claims)
-    size = len(claims[first][0])
-    for rank, (inner, _) in claims.items():
-        if len(inner) != size or not inner:
-            return (
-                f"the zero3 groups must be of one size: rank {first} has {list(claims[first][0])}, rank {rank} has "
-                f"{list(inner)}"
-            )
-        outside = sorted(set(inner) - set(wide))
+    for rank, claim in claims.items():
+        if len(claim.inner) != size:
+            return f"the zero3 groups must be of one size: rank {first} has {inner}, rank {rank} has {claim.inner}"
+        outside = sorted(set(claim.inner) - set(wide))
         if outside:
             return (
-                f"the zero1 group must hold the zero3 group, but of rank {rank}'s zero3 ranks {list(inner)} the ranks "
-                f"{outside} are not in its zero1 group {list(wide)}"
+                f"the zero1 group must hold the zero3 group, but of rank {rank}'s zero3 ranks {claim.inner} the ranks "
+                f"{outside} are not in its zero1 group {wide}"
             )
+        if (claim.outer is None) != (outer is None):
+            has, lacks = (first, rank) if claim.outer is None else (rank, first)
+            return f"rank {has} has passed an outer group, rank {lacks} has not: let all ranks pass theirs, or none"
     if len(wide) % size:
         nearest = min((n for n in range(1, len(wide) + 1) if len(wide) % n == 0), key=lambda n: abs(n - size))
         return (
-            f"the size of the zero1 group must be a multiple of that of the zero3 group, got {len(wide)} ranks "
-            f"{list(wide)} and {size} ranks {list(claims[first][0])}; the nearest size that divides it is {nearest}"
+            f"the size of the zero1 group must be a multiple of that of the zero3 group, got {len(wide)} ranks {wide} "
+            f"and {size} ranks {inner}; the nearest size that divides it is {nearest}"
         )
-    for rank, (inner, _) in claims.items():
-        for other in inner:
-            theirs = claims[other][0]
-            if theirs != inner:
-                return f"the zero3 groups overlap: rank {rank} has {list(inner)}, rank {other} has {list(theirs)}"
+    for rank, claim in claims.items():
+        for other in claim.inner:
+            theirs = claims[other].inner
+            if theirs != claim.inner:
+                return f"the zero3 groups overlap: rank {rank} has {claim.inner}, rank {other} has {theirs}"
+    return _complaint_of_outer(claims)
+
+
+def _complaint_of_outer(claims: dict[int, _Claim]) -> str | None:
+    """Return the first outer group that has other ranks than those with its rank's place in their inner groups."""
+    rows = sorted({tuple(claim.inner) for claim in claims.values()})
+    for rank, claim in claims.items():
+        column = sorted(row[claim.inner.index(rank)] for row in rows)
+        if claim.outer is not None and sorted(claim.outer) != column and 1 < len(claim.inner) < len(claim.wide):
+            return (
+                f"the outer group of rank {rank} must have the ranks {column}, which have its place in the zero3 "
+                f"groups {list(map(list, rows))}, got {claim.outer}"
+            )
     return None
 
 
-def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
-    """Return the ``(inner, wide)`` ranks of every rank of the wide group, by rank.
+def _exchange(mine: _Claim) -> dict[int, _Claim]:
+    """Return the claim of every rank of the wide group, by rank; of none if this rank is not in it.
 
     It goes through the world's store (csrc/README.md says why). A store may outlive the groups made with it, so keys
     begin with the world's generation.
     """
-    inner, wide = mine
     world: Any = dist.group.WORLD
     if dist.get_backend(world) == "fake":  # there are no other ranks: assume that they would pass the same cut
-        return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
+        cut = _like(tuple(mine.inner), tuple(mine.wide))
+        return {rank: mine._replace(inner=list(row), outer=None) for row in cut for rank in row}
     if world not in _exchanged:
         _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {generation_of_world()}")
-    answers = _exchanged[world].meet(wide, json.dumps(mine))
-    return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
+    answers = _exchanged[world].meet(mine.wide, json.dumps(mine))
+    return {rank: _Claim(*json.loads(answer)) for rank, answer in zip(mine.wide, answers, strict=True)}
 
 
 def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
@@ -512,20 +549,15 @@ def _made_once(ranks: tuple[int, ...], backends: str) -> Any:
 def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
     """Return the group of the ranks that have this rank's place in their inner groups.
 
-    It is ``given``, or a group with the backends of ``wide``, made once. All ranks of ``wide`` call this.
-    Raises: ValueError if ``given`` has other ranks; or without ``given`` if ``wide`` is not the world, since torch
-    needs all ranks of the world to make a group.
+    It is ``given``, which ``check_pair`` has compared, or a group with the backends of ``wide``, made once. All ranks
+    of ``wide`` call this.
+    Raises: ValueError without ``given`` if ``wide`` is not the world, since torch needs all ranks of the world to make
+    a group.
     """
-    cut = inner_groups(inner, wide)
-    columns = [tuple(sorted(column)) for column in zip(*cut, strict=True)]
-    mine = columns[dist.get_rank(inner)]
     if given is not None:
-        if _ranks(given) != mine:
-            raise ValueError(
-                f"the outer group must have the ranks {list(mine)}, which have this rank's place in the zero3 groups "
-                f"{[list(row) for row in cut]}, got {list(_ranks(given))}"
-            )
         return given
+    columns = [tuple(sorted(column)) for column in zip(*inner_groups(inner, wide), strict=True)]
+    mine = columns[dist.get_rank(inner)]
     backends = dist.get_backend_config(wide)
     if (backends, mine) not in _made.get(dist.group.WORLD, {}):
         if _ranks(wide) != _ranks(dist.group.WORLD):
@@ -542,4 +574,9 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    return () if group is dist.GroupMember.NON_GROUP_MEMBER else tuple(ranks_of(group))
+    return tuple(ranks_of(group))
+
+
+def _ranks_here(group: Any) -> list[int]:
+    """Return the ranks of ``group``; none if it is no process group."""
+    return ranks_of(group) if isinstance(group, dist.ProcessGroup) else []

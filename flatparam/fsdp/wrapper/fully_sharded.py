@@ -36,7 +36,7 @@ from ..sharding.parameters import (
     default_alignment,
     find_originals,
 )
-from ..sharding.placement import Placement, check_pair, groups_of_machine, outer_group
+from ..sharding.placement import Placement, check_pair, groups_of_machine
 from ..sharding.unit_description import check_device, describe_unit, digests_of
 from ..states import model, optimizer, state_dict_type
 from ..unit.additions import seal, take_out
@@ -239,9 +239,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         self._placement = placement_of(self._strategy, arguments["process_group"], mesh, strategy, placement)
         self._strategy = strategy_of_one_rank(self._strategy, self._placement)
         if placement is not None and placement.has_secondary_shard:
-            check_pair(placement.param, placement.optim, "Placement")
-        if placement is not None and placement.outer is not None:
-            outer_group(placement.param, placement.optim, placement.outer)
+            check_pair(placement.param, placement.optim, placement.outer, what="Placement")
 
     def _take_settings(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Check the module and the settings that need no other object, and set the attributes with torch's names."""
