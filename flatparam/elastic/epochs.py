@@ -7,7 +7,7 @@ the first to write it wins, and all follow. A process is a member: ``slot.life``
 | key | written by | meaning |
 |---|---|---|
 | ``epoch/N`` | the first to decide | the members of epoch N, and why it began |
-| ``here/N/MEMBER`` | that member | it has come to epoch N |
+| ``here/N/MEMBER`` | that member | it has come to epoch N, with which ``settings`` |
 | ``ended/MEMBER`` | its launcher | it was killed or replaced, and why |
 | ``told`` | the first rank | the last epoch whose reason was printed |
 | ``asks``, ``ask/I`` | a new process | it asks to join |
@@ -70,11 +70,12 @@ class Epochs:
     """The epochs in ``store``, seen by the member ``me``.
 
     ``time_out``: seconds for all members to come to epoch 0. If one does not, the next has no members, which ends the
-    job. Methods raise StoreGoneError, and StateError for that end.
+    job. ``settings``: in words, which all members must have alike. Methods raise StoreGoneError, and StateError for that end.
     """
 
-    def __init__(self, store: Store, me: str, time_out: float = math.inf):
+    def __init__(self, store: Store, me: str, time_out: float = math.inf, settings: str = ""):
         self._store, self.me, self._time_out = store.below("flatparam elastic"), me, time_out
+        self.settings = settings
         self._asked = math.inf  # the number of the ask of this process
 
     def first(self, slots: int) -> Epoch:
@@ -109,13 +110,14 @@ class Epochs:
     def meet(self, epoch: Epoch) -> Epoch:
         """Wait until all members of ``epoch`` have come. Return it, or a later one if a member does not come.
 
-        Raises: Replaced if this process is no member; StateError on all ranks if one does not come to epoch 0 in time.
+        Raises: Replaced if this process is no member; StateError on all ranks if one does not come to epoch 0 in time,
+        or has other ``settings``.
         """
         if self.me not in epoch.members:
             text = f"flatparam.elastic: {self.me} was replaced in epoch {epoch.number}: {epoch.reason}"
             print(text, file=sys.stderr, flush=True)  # Python prints nothing for a SystemExit
             raise Replaced(text)
-        self._store.set(f"here/{epoch.number}/{self.me}", "")
+        self._store.set(f"here/{epoch.number}/{self.me}", self.settings)
         begin = time.monotonic()
         while absent := [one for one in epoch.members if not self._store.check([f"here/{epoch.number}/{one}"])]:
             if later := self.after(epoch):
@@ -132,6 +134,13 @@ class Epochs:
             if lost := absent if is_late else self.ended(absent):
                 return self.meet(self.without(epoch, lost))
             time.sleep(0.02)
+        first, *others = self._store.values_at([f"here/{epoch.number}/{one}" for one in epoch.members])
+        for rank, said in enumerate(others, 1):
+            if said != first:
+                raise StateError(
+                    f"elastic.start: expected the same arguments on all ranks, got {first} on rank 0 and {said} on "
+                    f"rank {rank}"
+                )
         return epoch
 
     def without(self, epoch: Epoch, lost: list[str]) -> Epoch:

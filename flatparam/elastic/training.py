@@ -78,9 +78,10 @@ class Session:
         time_out: datetime.timedelta,
         backend: str | None = None,
     ):
-        self.epochs = Epochs(store, member, time_out.total_seconds())
         self._store, self._redundancy, self._every, self._time_out = store, redundancy, every, time_out
         self._backend = backend or _default_backend()
+        settings = f"{redundancy=}, {every=}, backend={self._backend!r}"
+        self.epochs = Epochs(store, member, time_out.total_seconds(), settings)
         self.slots = slots
         self.joins: Epoch | None = None  # the epoch in which a new process joins
         self.epoch = Epoch(-1, [])

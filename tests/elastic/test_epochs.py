@@ -11,6 +11,8 @@ Promises:
   `test_a_world_is_made_in_less_time_than_the_next_one_waits`
 - who was lost or joined in an epoch whose world was never made is told with the next epoch, and once:
   `test_the_reasons_of_epochs_without_a_world_are_told`
+- ranks that call ``start`` with other arguments, also a process that joins, are told so, all alike:
+  `test_ranks_that_start_with_other_arguments_are_told`
 - that error is not taken for the loss of a rank: `test_the_error_of_a_start_is_no_loss`
 """
 
@@ -80,7 +82,7 @@ def test_a_world_is_made_in_less_time_than_the_next_one_waits(monkeypatch, beat)
     monkeypatch.setenv("FLATPARAM_HEARTBEAT", beat)
     store = in_memory()
     session = training.Session(store, "0.0", 2, "parity", 1, datetime.timedelta(seconds=60))
-    store.set("flatparam elastic/here/1/1.0", "")  # it has come, and does not connect
+    store.set("flatparam elastic/here/1/1.0", session.epochs.settings)  # it has come, and does not connect
     began = time.monotonic()
     asked = []
 
@@ -120,6 +122,35 @@ def test_a_rank_that_does_not_start_is_named_on_all():
         "or give it a longer `timeout`"
     )
     assert told == dict.fromkeys(["0.0", "3.0", "3.1", "1.0"], expected)
+
+
+@pytest.mark.parametrize(
+    ("member", "changed", "said"),
+    [
+        ("1.0", {"redundancy": "buddy"}, "redundancy='buddy', every=1, backend='gloo'"),
+        ("2.1", {"every": 2}, "redundancy='parity', every=2, backend='gloo'"),
+    ],
+)
+def test_ranks_that_start_with_other_arguments_are_told(member, changed, said):
+    store, told = in_memory(), []
+    members = ["0.0", "1.0", "2.1" if member == "2.1" else "2.0"]
+
+    def comes(one):
+        settings = {"redundancy": "parity", "every": 1} | (changed if one == member else {})
+        hour = datetime.timedelta(hours=1)
+        session = training.Session(store, one, 3, time_out=hour, backend="gloo", **settings)
+        with pytest.raises(StateError) as raised:
+            session.make_world(Epoch(int(member == "2.1"), members))
+        told.append(str(raised.value))
+
+    coming = [threading.Thread(target=comes, args=(one,), daemon=True) for one in members]
+    for one in coming:
+        one.start()
+    for one in coming:
+        one.join(30.0)
+    first = "redundancy='parity', every=1, backend='gloo'"
+    text = f"expected the same arguments on all ranks, got {first} on rank 0 and {said} on rank {members.index(member)}"
+    assert told == [f"elastic.start: {text}"] * 3
 
 
 def test_the_error_of_a_start_is_no_loss():

@@ -80,7 +80,7 @@ def test_a_rank_that_is_lost_before_it_connects_is_missed_soon(monkeypatch, hear
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     mine = session("0.0")
     mine.epoch = Epoch(1 - tries, ["0.0", "1.0"])  # that was tried before
-    mine.epochs._store.set("here/1/1.0", "")  # and was killed then
+    mine.epochs._store.set("here/1/1.0", mine.epochs.settings)  # and was killed then
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         mine.make_world(Epoch(1, ["0.0", "1.0"]))
@@ -116,7 +116,7 @@ def connects():
     """Rank 1 says where it listens, and is killed. Notes the seconds until the others' new world fails."""
     rank, mine = session_of_rank()
     for one in MEMBERS:
-        mine.epochs._store.set(f"here/1/{one}", "")
+        mine.epochs._store.set(f"here/1/{one}", mine.epochs.settings)
     if rank == 1:
         signal_in(0.5, signal.SIGKILL)
     else:
