@@ -79,9 +79,8 @@ class Session:
         backend: str | None = None,
     ):
         self._store, self._redundancy, self._every, self._time_out = store, redundancy, every, time_out
-        self._backend = backend or _default_backend()
-        settings = f"{redundancy=}, {every=}, backend={self._backend!r}"
-        self.epochs = Epochs(store, member, time_out.total_seconds(), settings)
+        self._backend = backend = backend or _default_backend()
+        self.epochs = Epochs(store, member, time_out.total_seconds(), f"{redundancy=}, {every=}, {backend=}")
         self.slots = slots
         self.joins: Epoch | None = None  # the epoch in which a new process joins
         self.epoch = Epoch(-1, [])
@@ -206,6 +205,11 @@ class Session:
         for one in labelled(self.optimizer).values():
             one.register_step_pre_hook(lambda *_: self.complete())
 
+    def check_commits(self) -> None:
+        """Check commits in one order with units: gloo ends a process that mixes both, a device waits for the host."""
+        for device in (torch.device("cpu"), *devices_of(self.model)):
+            check_exchanges([world()], device)
+
     def ask_to_join(self, build: Build) -> tuple[nn.Module, Any]:
         """Build the model over a fake world, ask to join, and wait for the epoch. ``begin`` makes its world."""
         hook = sys.excepthook
@@ -329,9 +333,8 @@ class Session:
             raise StateError(found) if found is _NOT_COMMITTED else CheckpointError(found)
         self.has_recovered = True
         if self.epoch.members[0] == self.epochs.me:
-            number, ranks = self.epoch.number, len(self.epoch.members)
             reason = "; ".join([self.epochs.reasons(self.epoch), *found.corrupt])
-            text = f"flatparam.elastic: epoch {number}: {ranks} ranks go on from step {self.step}: {reason}"
+            text = f"flatparam.elastic: epoch {self.epoch.number}: {size()} ranks go on from step {self.step}: {reason}"
             print(text, file=sys.stderr, flush=True)
 
     def _find_state(self) -> _Found | str:
@@ -378,7 +381,7 @@ class Session:
         self.step = extra["step"]
         _set_random_states(devices_of(self.model), extra["rng"])
         _set_state(self.extra, extra["extra"])
-        check_exchanges([world()], torch.device("cpu"))
+        self.check_commits()
 
     # The loop
 
@@ -581,7 +584,7 @@ def begin_session(found: Session, build: Build) -> tuple[nn.Module, Any]:
             if len(others) == 1 or any(one is not None for one in others):  # some have trained with the lost rank
                 raise StateError(_NOT_COMMITTED)
             found.build(build)
-            check_exchanges([world()], torch.device("cpu"))  # gloo ends a process that mixes commits and other calls
+            found.check_commits()
             return found.model, found.optimizer
         except Exception as error:
             epoch = found.epoch_after(error)

@@ -3,12 +3,15 @@
 Promises:
 - a commit is a copy of what the optimizer's step has made, in pinned memory, whichever streams of the device are late;
   the state that all go back to is that one, with the device's random numbers: `test_all_go_back_to_the_commit`
+- a rank that skips a step alone is told with all others, before a loss and after it:
+  `test_a_rank_that_skips_a_step_on_a_device_is_told`
 - errors of NCCL that the loss of a rank causes are taken for a loss: `test_errors_of_nccl_are_known`
 - after such an error nothing is committed: `test_nothing_is_committed_after_an_error_of_nccl`
 - a backend without gloo is refused: `test_a_backend_without_gloo_is_refused`
 """
 
 import datetime
+import time
 import types
 
 import accelerator
@@ -21,12 +24,13 @@ from flatparam import elastic
 from flatparam.elastic import training
 from flatparam.fsdp.desync.stores import store_of_world
 from flatparam.fsdp.desync.trace import TRANSPORT
+from flatparam.fsdp.errors import OrderError
 from tests.gpu import bodies
 
 
-def goes_back(library, late):
+def begun(library):
+    """Return the device, and a session as ``start`` leaves it."""
     here = accelerator.use(library)
-    here.module.late(late)
     drawn = [torch.tensor([7], dtype=torch.uint8)]  # the state of the device's random numbers
     torch.sim.get_rng_state = lambda device: drawn[-1].clone()
     torch.sim.set_rng_state = lambda state, device: drawn.append(state)
@@ -34,7 +38,14 @@ def goes_back(library, late):
     store, rank = store_of_world(), dist.get_rank()
     dist.destroy_process_group()
     session = training.Session(store, f"{rank}.0", 2, "parity", 1, datetime.timedelta(seconds=60))
-    model, optimizer = training.begin_session(session, lambda: bodies.adam_of(here.device, None))
+    training.begin_session(session, lambda: bodies.adam_of(here.device, None))
+    return here, session, drawn
+
+
+def goes_back(library, late):
+    here, session, drawn = begun(library)
+    here.module.late(late)
+    model, optimizer = session.model, session.optimizer
     assert {one.type for one in dist.group.WORLD._device_types} == {"cpu", "sim"}
     bodies.steps_of(model, optimizer, here.device, 0)
     session.step = 3
@@ -53,6 +64,28 @@ def goes_back(library, late):
 @pytest.mark.parametrize("late", ["others", "computing"])
 def test_all_go_back_to_the_commit(late):
     run_ranks(goes_back, 2, accelerator.build(), late)
+
+
+def skips(library, losses):
+    here, session, _ = begun(library)
+    session.commit()
+    for _ in range(losses):
+        session.go_to(session.epochs.without(session.epoch, []))
+    with pytest.raises(OrderError) as raised:
+        if dist.get_rank():
+            bodies.steps_of(session.model, session.optimizer, here.device, 0)
+        session.commit()
+    return str(raised.value)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("losses", [0, 1])
+def test_a_rank_that_skips_a_step_on_a_device_is_told(losses):
+    begin = time.monotonic()
+    for told in run_ranks(skips, 2, accelerator.build(), losses):
+        assert "rank 0 commits a step" in told
+        assert "rank 1 gathers the unit of" in told
+    assert time.monotonic() - begin < 40.0  # the time-out is 60 s
 
 
 @pytest.mark.parametrize(
