@@ -80,6 +80,8 @@ class _Fused(torch.optim.Optimizer):
     """Before a class of torch's among the bases: ``fused=True`` is the default."""
 
     _with_twice: frozenset[int] = frozenset()  # ids of the groups that have a parameter twice
+    _plan: Callable[[dict[str, Any]], tuple[Any, ...] | None]  # for ``_step_runs``; empty: no step; None: torch's step
+    _step_runs: Callable[..., None]
     _planned: dict[int, Any] = {}  # id of a group that this step has yet to take -> its ``_plan``
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -108,16 +110,23 @@ class _Fused(torch.optim.Optimizer):
         """Return whether torch's fused kernel cannot step ``param``."""
         return param.is_complex() or param.device.type not in _get_fused_kernels_supported_devices()
 
-    def _take_plan(self, group: dict[str, Any]) -> Any:
-        """Return the plan of ``group``. With the first group all are planned: if one is refused, none is stepped."""
-        if group is self.param_groups[0] or id(group) not in self._planned:
-            self._planned = {}  # of a step that has failed
-            self._planned = {id(one): self._plan(one) for one in self.param_groups}
-        return self._planned.pop(id(group))
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        """Step the runs here, and leave torch's step nothing: it would count and keep the states of the runs.
 
-    def _plan(self, group: dict[str, Any]) -> Any:
-        """Return what ``_init_group`` needs for a step of ``group``; None: torch has to step it."""
-        raise NotImplementedError
+        With the first group all groups are planned: if one is refused, none has been stepped.
+        """
+        if group is self.param_groups[0] or id(group) not in self._planned:
+            self._planned = {id(one): self._plan(one) for one in self.param_groups}
+        plan = self._planned.pop(id(group))
+        if plan is None:
+            return self._init_default(group, *lists)
+        if plan:
+            self._step_runs(group, *plan)
+        return False
+
+    def _init_default(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        default: Any = super()
+        return bool(default._init_group(group, *lists))
 
     def _step_apart(self, group: dict[str, Any], params: list[Any]) -> None:
         """Step ``params`` as torch does by default, after what its fused kernels do for a gradient scaler."""
@@ -135,31 +144,24 @@ class _Fused(torch.optim.Optimizer):
 class Adam(_Fused, torch.optim.Adam):
     """torch.optim.Adam, whose step takes pieces that lie side by side as one."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Step the runs here, and leave torch's step nothing: the parameters of a run count their steps as one."""
-        found = self._take_plan(group)
-        if found is None:
-            return bool(super()._init_group(group, *lists))
-        params, grads, steps, averages, squares, *most, others, apart = found
+    def _plan(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        keys = _ALL_MOMENTS if group["amsgrad"] else _MOMENTS
+        return _runs(self, group, keys, lambda: self._init_default(group, *([] for _ in range(6))))
+
+    def _step_runs(self, group: dict[str, Any], params: Any, grads: Any, steps: Any, *rest: Any) -> None:
+        averages, squares, *most, others, apart = rest
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         try:
             self._call(group, params, grads, averages, squares, *(most or [[]]), steps, fused=True, **scaling)
         finally:  # also if it is refused, before or after torch has counted the step
-            for step, rest in zip(steps, others, strict=True):
-                if rest is not None:
-                    rest.copy_(step)
+            for step, other in zip(steps, others, strict=True):
+                if other is not None:
+                    other.copy_(step)
         self._step_apart(group, apart)
-        return False
-
-    def _plan(self, group: dict[str, Any]) -> Any:
-        init_group: Any = super()._init_group
-        keys = _ALL_MOMENTS if group["amsgrad"] else _MOMENTS
-        return _runs(self, group, keys, lambda: init_group(group, *([] for _ in range(6))))
 
     def _step_default(self, group: dict[str, Any]) -> None:
         lists: list[list[Any]] = [[] for _ in range(6)]
-        init_group: Any = super()._init_group
-        self._call(group, *lists, has_complex=init_group(group, *lists))
+        self._call(group, *lists, has_complex=self._init_default(group, *lists))
 
     def _call(self, group: dict[str, Any], *tensors: list[Any], **more: Any) -> None:
         names = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
@@ -178,16 +180,20 @@ class SGD(_Fused, torch.optim.SGD):
     def _is_unfit(self, param: Tensor) -> bool:
         return super()._is_unfit(param) or is_half_on_host(param)
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Step the runs here, and leave torch's step nothing: it would keep the momentum as states of the runs."""
-        is_first, found = self._take_plan(group)
-        if is_first and getattr(self, "found_inf", None):
-            return False  # the skipped step would leave uninitialized memory as momentum
-        if found is None:
-            return bool(super()._init_group(group, *lists))
+    def _plan(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
         has_momentum = group["momentum"] != 0
-        params, grads, *buffers, counts, apart = found
-        momentum: list[Any] = buffers[0] if buffers else [None] * len(params) if has_momentum else []
+        known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])
+        is_first = has_momentum and all(buffer is None for buffer in known)
+        if is_first and getattr(self, "found_inf", None):
+            return ()  # the skipped step would leave uninitialized memory as momentum
+        if getattr(self, "_need_device_dtype_check_for_fused", True):
+            self._init_default(group, [], [], [])
+        found: Any = _runs(self, group, (_BUFFER,) if has_momentum and not is_first else (), lambda: None)
+        return found and (is_first, *found)
+
+    def _step_runs(self, group: dict[str, Any], is_first: bool, params: Any, grads: Any, *rest: Any) -> None:
+        *buffers, counts, apart = rest
+        momentum: list[Any] = buffers[0] if buffers else [None] * len(params) if group["momentum"] != 0 else []
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         self._call(group, params, grads, momentum, fused=True, **scaling)
         if is_first:
@@ -199,22 +205,11 @@ class SGD(_Fused, torch.optim.SGD):
                 for param, view in zip(pieces, views, strict=True):
                     self.state[param][_BUFFER] = view.view(param.shape)
         self._step_apart(group, apart)
-        return False
-
-    def _plan(self, group: dict[str, Any]) -> Any:
-        """Return whether momentum begins with this step, and the runs."""
-        has_momentum = group["momentum"] != 0
-        known = (self.state.get(param, {}).get(_BUFFER) for param in group["params"])
-        is_first = has_momentum and all(buffer is None for buffer in known)
-        if getattr(self, "_need_device_dtype_check_for_fused", True):
-            super()._init_group(group, [], [], [])
-        return is_first, _runs(self, group, (_BUFFER,) if has_momentum and not is_first else (), lambda: None)
 
     def _step_default(self, group: dict[str, Any]) -> None:
         lists: list[list[Any]] = [[] for _ in range(3)]
         params, _, momentum = lists
-        init_group: Any = super()._init_group
-        init_group(group, *lists)
+        self._init_default(group, *lists)
         self._call(group, *lists)
         for param, buffer in zip(params, momentum, strict=False):
             self.state[param][_BUFFER] = buffer

@@ -70,7 +70,8 @@ class Epochs:
     """The epochs in ``store``, seen by the member ``me``.
 
     ``time_out``: seconds for all members to come to epoch 0. If one does not, the next has no members, which ends the
-    job. ``settings``: in words, which all members must have alike. Methods raise StoreGoneError, and StateError for that end.
+    job. ``settings``: in words, which all members must have alike. Methods raise StoreGoneError, and StateError for
+    that end.
     """
 
     def __init__(self, store: Store, me: str, time_out: float = math.inf, settings: str = ""):
@@ -134,13 +135,12 @@ class Epochs:
             if lost := absent if is_late else self.ended(absent):
                 return self.meet(self.without(epoch, lost))
             time.sleep(0.02)
-        first, *others = self._store.values_at([f"here/{epoch.number}/{one}" for one in epoch.members])
-        for rank, said in enumerate(others, 1):
-            if said != first:
-                raise StateError(
-                    f"elastic.start: expected the same arguments on all ranks, got {first} on rank 0 and {said} on "
-                    f"rank {rank}"
-                )
+        said = self._store.values_at([f"here/{epoch.number}/{one}" for one in epoch.members])
+        if other := next((rank for rank, one in enumerate(said) if one != said[0]), None):
+            text = (
+                f"expected the same arguments on all ranks, got {said[0]} on rank 0 and {said[other]} on rank {other}"
+            )
+            raise StateError(f"elastic.start: {text}")
         return epoch
 
     def without(self, epoch: Epoch, lost: list[str]) -> Epoch:

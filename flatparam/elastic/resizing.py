@@ -320,7 +320,10 @@ class _Moving:
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))
         for one in labelled(self.optimizer).values() if self.optimizer is not None else ():
-            self._undo.append(functools.partial(_restore_state, one, dict(one.state)))
+            self._undo += [
+                functools.partial(one.state.update, dict(one.state)),
+                one.state.clear,
+            ]  # the last comes first
             one.state.clear()
         for wrapper, placement in zip(self.wrappers, placements, strict=True):
             self._undo.append(functools.partial(setattr, wrapper, "_placement", wrapper._placement))
@@ -388,8 +391,3 @@ class _Moving:
 def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, value in kept:
         tensor.detach().copy_(value)
-
-
-def _restore_state(optimizer: Any, state: dict[Any, Any]) -> None:
-    optimizer.state.clear()
-    optimizer.state.update(state)

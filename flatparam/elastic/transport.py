@@ -6,6 +6,7 @@ model's memory (``resizing.py``), or of a snapshot (``training.py``).
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from ..fsdp.sharding.placement import world
 from . import peers
 
 ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one part of a box more
+Round = list[list[tuple[int, Any]]]  # by rank: boxes to send, or reads, with their bytes
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
 
@@ -182,34 +184,28 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
         return sent
     requests = [[(r.chunk.file, r.chunk.begin, r.begin, tuple(r.out.shape)) for r in theirs] for theirs in wanted]
     everyone: list[list[list[Request]]] = gather_objects(SetupCollective.RESIZES, requests, world())
-    given: list[Any] = []
-    taken: list[Any] = []
-    rounds, got, out = 0, torch.empty(0), torch.empty(0)
+    sides: list[list[Round]] = [[], []]  # rounds to give, and to take
+    buffers = [torch.empty(0), torch.empty(0)]
+    blank: Round = [[] for _ in wanted]
     with keeping(problems):
         gives = [[box_of(parts[file][i].tensor, at, shape) for file, i, at, shape in asked[me]] for asked in everyone]
-        given = [_rounds([(one.nbytes, one) for one in theirs]) for theirs in gives]
-        taken = [_rounds([(read.out.numel() * _dtype(read).itemsize, read) for read in theirs]) for theirs in wanted]
-        rounds = max(map(len, (*given, *taken)))
-        got, out = (
-            torch.empty(max((sum(_sizes(side, i)) for i in range(rounds)), default=0), dtype=torch.uint8, device=via)
-            for side in (taken, given)
-        )
-    told = torch.tensor([rounds, len(problems)], device=via)
+        sides[0] = _rounds([[(one.nbytes, one) for one in theirs] for theirs in gives])
+        sides[1] = _rounds([[(r.out.numel() * _dtype(r).itemsize, r) for r in theirs] for theirs in wanted])
+        longest = [max((sum(_sizes(one)) for one in side), default=0) for side in sides]
+        buffers = [torch.empty(length, dtype=torch.uint8, device=via) for length in longest]
+    told = torch.tensor([max(map(len, sides)), len(problems)], device=via)
     exchange(SetupCollective.RESIZES, dist.all_reduce, told, group=world(), op=dist.ReduceOp.MAX)
     rounds, failed = told.tolist()
     for i in range(0 if failed else rounds):
-        sizes, out_sizes = _sizes(taken, i), _sizes(given, i)
-        coming, going = got[: sum(sizes)], out[: sum(out_sizes)]
+        giving, taking = (side[i] if i < len(side) else blank for side in sides)
+        out, got = (buffer[: sum(_sizes(one))] for buffer, one in zip(buffers, (giving, taking), strict=True))
         with keeping(problems):
-            torch.cat(
-                [out[:0], *(_bytes(one).to(via) for runs in given for run in runs[i : i + 1] for _, one in run)],
-                out=going,
-            )
-        exchange_bytes(coming, going, sizes, out_sizes)
-        sent += len(going)
+            torch.cat([out[:0], *(_bytes(one).to(via) for run in giving for _, one in run)], out=out)
+        exchange_bytes(got, out, _sizes(taking), _sizes(giving))
+        sent += len(out)
         with keeping(problems):
             at = 0
-            for count, read in (one for runs in taken for run in runs[i : i + 1] for one in run):
+            for count, read in (one for run in taking for one in run):
                 read.out.copy_(got[at : at + count].clone().view(_dtype(read)).view(read.out.shape))
                 at += count
     return sent
@@ -238,22 +234,23 @@ def _dtype(read: Read) -> torch.dtype:
     return read.chunk.torch_dtype(read.chunk.file)
 
 
-def _rounds(counted: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-    """Cut ``counted``, pairs with a number of bytes, into runs of about ``ROUND_BYTES``.
+def _rounds(counted: Sequence[Sequence[tuple[int, Any]]]) -> list[Round]:
+    """Cut ``counted``, by rank pairs with a number of bytes, into rounds of about ``ROUND_BYTES`` for each rank.
 
     Sender and receiver cut alike: the sizes decide.
     """
-    runs: list[list[tuple[int, Any]]] = []
-    total = ROUND_BYTES
-    for count, one in counted:
-        if total >= ROUND_BYTES:
-            runs.append([])
-            total = 0
-        runs[-1].append((count, one))
-        total += count
-    return runs
+    runs: list[Round] = [[] for _ in counted]
+    for mine, theirs in zip(runs, counted, strict=True):
+        total = ROUND_BYTES
+        for count, one in theirs:
+            if total >= ROUND_BYTES:
+                mine.append([])
+                total = 0
+            mine[-1].append((count, one))
+            total += count
+    return [list(one) for one in itertools.zip_longest(*runs, fillvalue=[])]
 
 
-def _sizes(side: list[list[list[tuple[int, Any]]]], i: int) -> list[int]:
-    """Return the bytes that go to each rank, or come from it, in round ``i``."""
-    return [sum(count for run in runs[i : i + 1] for count, _ in run) for runs in side]
+def _sizes(one: Round) -> list[int]:
+    """Return the bytes in a round that go to each rank, or come from it."""
+    return [sum(count for count, _ in run) for run in one]

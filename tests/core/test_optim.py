@@ -22,8 +22,8 @@ Promises:
   `test_fused_is_the_default_where_it_can_be`, `test_parameters_on_meta_step_as_by_default`,
   `test_a_grad_scaler_takes_a_loaded_group`
 - a step that raises counts for all parameters of a run or for none, and states of other shapes than their parameters'
-  are refused by name before anything is stepped, also of other groups: `test_a_step_that_raises_counts_for_all_or_none`,
-  `test_steps_of_one_element_count_for_all_of_a_run`,
+  are refused by name before anything is stepped, also of other groups:
+  `test_a_step_that_raises_counts_for_all_or_none`, `test_steps_of_one_element_count_for_all_of_a_run`,
   `test_a_state_of_another_shape_is_refused_by_name`
 - a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`,
   `test_a_parameter_twice_in_a_group_keeps_what_torch_does_wrong_away`
@@ -614,7 +614,10 @@ def test_a_state_of_another_shape_is_refused_by_name(setting, groups, numel, nam
     ours.load_state_dict(saved_from.state_dict())
     give_grads(1, mine)
     before, steps = joined(mine).clone(), [dict(ours.state[param]).get("step") for param in mine]
-    key, name = "exp_avg" if setting == "AdamW" else "momentum_buffer", "second" if names else f"parameter {2 - groups} of"
+    key, name = (
+        "exp_avg" if setting == "AdamW" else "momentum_buffer",
+        "second" if names else f"parameter {2 - groups} of",
+    )
     with pytest.raises(ValueError, match=rf"expected {key} of {name} .*\({2 * VECTOR},\), got \({numel},\)"):
         ours.step()
     assert torch.equal(joined(mine), before)

@@ -27,7 +27,6 @@ import threading
 import gloo
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 from flatparam import FullyShardedDataParallel as FSDP

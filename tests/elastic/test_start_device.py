@@ -71,11 +71,12 @@ def skips(library, losses):
     session.commit()
     for _ in range(losses):
         session.go_to(session.epochs.without(session.epoch, []))
-    with pytest.raises(OrderError) as raised:
+    try:
         if dist.get_rank():
             bodies.steps_of(session.model, session.optimizer, here.device, 0)
         session.commit()
-    return str(raised.value)
+    except OrderError as error:
+        return str(error)
 
 
 @pytest.mark.multiprocess

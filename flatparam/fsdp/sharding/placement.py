@@ -249,7 +249,7 @@ def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> P
     """Return the placement of ``strategy`` over ``groups``, which have the names of ``TABLE``."""
     row = TABLE[strategy].over({name: group.size() for name, group in groups.items()})
     param, grad, optim, replicate = (None if name is None else groups[name] for name in row[:4])
-    outer = outer_group(param, optim, groups.get("outer")) if row.nested else None
+    outer = (groups.get("outer") or outer_group(param, optim)) if row.nested else None
     given = groups.get("inner", groups.get("wide"))
     return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision, given=given)
 
@@ -372,10 +372,8 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
 
 
 def _check_groups(*groups: Any) -> None:
-    for group in groups:
-        if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
-            me = f" {dist.get_rank()}" if dist.is_initialized() else ""
-            raise ValueError(f"expected a process group that this rank{me} is in, got {group!r}")
+    for problem in filter(None, (_not_mine(group, "a process group") for group in groups)):
+        raise ValueError(problem)
 
 
 def _said(group: dist.ProcessGroup | None) -> str:
@@ -397,12 +395,12 @@ def inner_groups(inner: Any, wide: Any) -> Cut:
 
 
 class _Claim(NamedTuple):
-    """The ranks of the groups that one rank passes. ``problem``: one of them is no group of this rank."""
+    """The ranks of the groups that one rank passes. ``problem``: one of them is no group of this rank; empty: none."""
 
+    problem: str
     inner: list[int]
     wide: list[int]
-    outer: list[int] | None
-    problem: str | None
+    outer: list[int]
 
 
 def check_pair(
@@ -416,17 +414,16 @@ def check_pair(
     size, are disjoint, and cover ``wide`` exactly, and ``outer`` is None on all ranks or as in ``outer_group``.
     """
     groups = (inner, wide) if outer is None else (inner, wide, outer)
-    problem = next((_not_mine(*pair) for pair in zip(groups, names, strict=False) if _not_mine(*pair)), None)
-    mine = _Claim(_ranks_here(inner), _ranks_here(wide), None if outer is None else _ranks_here(outer), problem)
+    problem = next(filter(None, map(_not_mine, groups, names)), "")
+    mine = _Claim(problem, *(list(_ranks(group)) for group in (inner, wide, outer)))
     claims = _exchange(mine)
     complaint = _complaint(mine, claims)
     if complaint is not None:
         raise ValueError(f"{what}: {complaint}")
-    known = _cuts.setdefault(dist.group.WORLD, {})
-    key = tuple(mine.inner), tuple(mine.wide)
+    known, key = _cuts.setdefault(dist.group.WORLD, {}), (tuple(mine.inner), tuple(mine.wide))
     if key in known:
         return
-    known[key] = tuple(sorted({tuple(claim.inner) for claim in claims.values()}))
+    known[key] = _rows(claims)
     places = [mine.wide.index(rank) for rank in mine.inner]
     if places != list(range(places[0], places[0] + len(places))):
         warn_user(
@@ -436,21 +433,24 @@ def check_pair(
         )
 
 
-def _not_mine(group: Any, name: str) -> str | None:
+def _not_mine(group: Any, name: str) -> str:
     """Return the problem with ``group`` if it is no process group of this rank."""
     if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
-        return None
+        return ""
     return f"rank {dist.get_rank()}: expected {name} that this rank is in, got {type(group).__name__}"
+
+
+def _rows(claims: dict[int, _Claim]) -> Cut:
+    return tuple(sorted({tuple(claim.inner) for claim in claims.values()}))
 
 
 def _complaint(mine: _Claim, claims: dict[int, _Claim]) -> str | None:
     """Return the problem with the groups in ``claims``, the same text on all ranks; None: they fit."""
-    problem = mine.problem or next((claim.problem for claim in claims.values() if claim.problem), None)
-    if problem is not None:
-        return problem
+    for claim in (mine, *claims.values()):
+        if claim.problem:
+            return claim.problem
     wide, first = mine.wide, min(claims)
-    inner, outer = claims[first].inner, claims[first].outer
-    size = len(inner)
+    inner = claims[first].inner
     for rank, claim in claims.items():
         if claim.wide != wide:
             return (
@@ -458,7 +458,7 @@ def _complaint(mine: _Claim, claims: dict[int, _Claim]) -> str | None:
                 f"{claim.wide}"
             )
     for rank, claim in claims.items():
-        if len(claim.inner) != size:
+        if len(claim.inner) != len(inner):
             return f"the zero3 groups must be of one size: rank {first} has {inner}, rank {rank} has {claim.inner}"
         outside = sorted(set(claim.inner) - set(wide))
         if outside:
@@ -466,10 +466,7 @@ def _complaint(mine: _Claim, claims: dict[int, _Claim]) -> str | None:
                 f"the zero1 group must hold the zero3 group, but of rank {rank}'s zero3 ranks {claim.inner} the ranks "
                 f"{outside} are not in its zero1 group {wide}"
             )
-        if (claim.outer is None) != (outer is None):
-            has, lacks = (first, rank) if claim.outer is None else (rank, first)
-            return f"rank {has} has passed an outer group, rank {lacks} has not: let all ranks pass theirs, or none"
-    if len(wide) % size:
+    if len(wide) % (size := len(inner)):
         nearest = min((n for n in range(1, len(wide) + 1) if len(wide) % n == 0), key=lambda n: abs(n - size))
         return (
             f"the size of the zero1 group must be a multiple of that of the zero3 group, got {len(wide)} ranks {wide} "
@@ -480,19 +477,20 @@ def _complaint(mine: _Claim, claims: dict[int, _Claim]) -> str | None:
             theirs = claims[other].inner
             if theirs != claim.inner:
                 return f"the zero3 groups overlap: rank {rank} has {claim.inner}, rank {other} has {theirs}"
-    return _complaint_of_outer(claims)
+    return _complaint_of_outer(claims) if 1 < size < len(wide) else None
 
 
 def _complaint_of_outer(claims: dict[int, _Claim]) -> str | None:
-    """Return the first outer group that has other ranks than those with its rank's place in their inner groups."""
-    rows = sorted({tuple(claim.inner) for claim in claims.values()})
-    for rank, claim in claims.items():
+    """Return the problem of the first rank whose outer group is not of the ranks with its place in their inner groups.
+
+    All ranks pass one, or none does.
+    """
+    rows, is_given = _rows(claims), any(claim.outer for claim in claims.values())
+    for rank, claim in claims.items() if is_given else ():
         column = sorted(row[claim.inner.index(rank)] for row in rows)
-        if claim.outer is not None and sorted(claim.outer) != column and 1 < len(claim.inner) < len(claim.wide):
-            return (
-                f"the outer group of rank {rank} must have the ranks {column}, which have its place in the zero3 "
-                f"groups {list(map(list, rows))}, got {claim.outer}"
-            )
+        if claim.outer != column:
+            got = f"got {claim.outer or None}"
+            return f"the outer group of rank {rank} must have the ranks {column}, one of each zero3 group, {got}"
     return None
 
 
@@ -505,7 +503,7 @@ def _exchange(mine: _Claim) -> dict[int, _Claim]:
     world: Any = dist.group.WORLD
     if dist.get_backend(world) == "fake":  # there are no other ranks: assume that they would pass the same cut
         cut = _like(tuple(mine.inner), tuple(mine.wide))
-        return {rank: mine._replace(inner=list(row), outer=None) for row in cut for rank in row}
+        return {rank: mine._replace(inner=list(row), outer=[]) for row in cut for rank in row}
     if world not in _exchanged:
         _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {generation_of_world()}")
     answers = _exchanged[world].meet(mine.wide, json.dumps(mine))
@@ -546,16 +544,12 @@ def _made_once(ranks: tuple[int, ...], backends: str) -> Any:
     return known[key]
 
 
-def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
-    """Return the group of the ranks that have this rank's place in their inner groups.
+def outer_group(inner: Any, wide: Any) -> Any:
+    """Return the group of the ranks that have this rank's place in their inner groups, with the backends of ``wide``.
 
-    It is ``given``, which ``check_pair`` has compared, or a group with the backends of ``wide``, made once. All ranks
-    of ``wide`` call this.
-    Raises: ValueError without ``given`` if ``wide`` is not the world, since torch needs all ranks of the world to make
-    a group.
+    It is made once. All ranks of ``wide`` call this.
+    Raises: ValueError if ``wide`` is not the world, since torch needs all ranks of the world to make a group.
     """
-    if given is not None:
-        return given
     columns = [tuple(sorted(column)) for column in zip(*inner_groups(inner, wide), strict=True)]
     mine = columns[dist.get_rank(inner)]
     backends = dist.get_backend_config(wide)
@@ -574,9 +568,5 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(ranks_of(group))
-
-
-def _ranks_here(group: Any) -> list[int]:
     """Return the ranks of ``group``; none if it is no process group."""
-    return ranks_of(group) if isinstance(group, dist.ProcessGroup) else []
+    return tuple(ranks_of(group)) if isinstance(group, dist.ProcessGroup) else ()
