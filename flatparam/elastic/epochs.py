@@ -54,9 +54,7 @@ class Epoch(NamedTuple):
 class Replaced(SystemExit):
     """This process was taken for lost, and the job goes on without it. Ends it with the status ``REPLACED``."""
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.code = REPLACED
+    code = REPLACED
 
 
 def _read(number: int, said: str) -> Epoch:
@@ -137,10 +135,8 @@ class Epochs:
             time.sleep(0.02)
         said = self._store.values_at([f"here/{epoch.number}/{one}" for one in epoch.members])
         if other := next((rank for rank, one in enumerate(said) if one != said[0]), None):
-            text = (
-                f"expected the same arguments on all ranks, got {said[0]} on rank 0 and {said[other]} on rank {other}"
-            )
-            raise StateError(f"elastic.start: {text}")
+            got = f"got {said[0]} on rank 0 and {said[other]} on rank {other}"
+            raise StateError(f"elastic.start: expected the same arguments on all ranks, {got}")
         return epoch
 
     def without(self, epoch: Epoch, lost: list[str]) -> Epoch:

@@ -292,10 +292,7 @@ class _Moving:
         everyone = gather_objects(SetupCollective.RESIZES, told, world())
         works = None not in everyone  # else a rank raises its problem for all
         try:
-            ways = rendezvous.agree(
-                lambda: self.bind(everyone, placements) if works else self.raise_first(),
-                together,
-            )
+            ways = rendezvous.agree(lambda: self.bind(everyone, placements) if works else self.raise_first(), together)
             with keeping(self.problems):
                 self.compare_units()
             sent = move(self.reading, ways, parts, self.problems)
@@ -320,11 +317,9 @@ class _Moving:
         kept = [(one.owner, one.owner.detach().clone()) for one in self.plan.held if not one.is_managed]
         self._undo.append(functools.partial(_restore, kept))
         for one in labelled(self.optimizer).values() if self.optimizer is not None else ():
-            self._undo += [
-                functools.partial(one.state.update, dict(one.state)),
-                one.state.clear,
-            ]  # the last comes first
-            one.state.clear()
+            state = one.state
+            self._undo += [functools.partial(state.update, dict(state)), state.clear]  # the last comes first
+            state.clear()
         for wrapper, placement in zip(self.wrappers, placements, strict=True):
             self._undo.append(functools.partial(setattr, wrapper, "_placement", wrapper._placement))
             self._replaced.append(wrapper._unit.core)
