@@ -437,7 +437,8 @@ def _not_mine(group: Any, name: str) -> str:
     """Return the problem with ``group`` if it is no process group of this rank."""
     if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
         return ""
-    return f"rank {dist.get_rank()}: expected {name} that this rank is in, got {type(group).__name__}"
+    me = f" {dist.get_rank()}" if dist.is_initialized() else ""
+    return f"expected {name} that this rank{me} is in, got {group!r}"
 
 
 def _rows(claims: dict[int, _Claim]) -> Cut:
