@@ -73,7 +73,7 @@ def _counts(name: str, sizes: Sequence[tuple[int, int]], library: Path) -> dict[
     """Count the instructions of one contestant, a unit and step, in a process of its own under callgrind."""
     out = library.with_name(f"{name.replace(' ', '-')}.out")
     given = [f"{units}x{n}" for units, n in sizes]
-    command = ["valgrind", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={out}"]
+    command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
     command += [sys.executable, "-m", "benchmarks.bench_step_instructions", "--under", str(library), name, *given]
     run(command, PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
     profiles = (out.with_name(f"{out.name}.{i + 1}").read_text() for i in range(len(sizes)))
