@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fsdp_models import assert_same, counts_of, data, loss_of, make, wrap_blocks
 from gloo import note
 from layer_zero_ranks import group_of, layer_zero, rows
+from pairs import cover
 from simulated_ranks import simulate_ranks
 from torch import nn
 
@@ -141,28 +142,26 @@ def train(strategy, uo, pending, index, holder, way, **arguments):
     assert (alive() is None) == (rank != holder and (holder != "all" or rank == 0)), what
 
 
-def every_way(strategy):
-    ways = itertools.cycle(WAYS)
-    cases = list(itertools.product((0, 1, LAST), (0, 1, "all", None)))
-    if strategy in FOUR_RANKS:
-        cases = [(0, 1), (1, "all"), (1, None), (LAST, 0)]
-    for uo, pending in itertools.product((False, True), (0, 2)):
-        for index, holder in cases:
-            train(strategy, uo, pending, index, holder, next(ways))
+def each_way(strategy, cases):
+    for case in cases:
+        train(strategy, *case)
 
 
+CASES = list(itertools.product((False, True), (0, 2), (0, 1, LAST), (0, 1, "all", None), WAYS))
+
+
+@pytest.mark.parametrize("cases", [cover(CASES), pytest.param(CASES, marks=pytest.mark.thorough)], ids=len)
 @pytest.mark.parametrize("strategy", TWO_RANKS + FOUR_RANKS)
-def test_training_goes_on_without_the_layer(strategy):
-    simulate_ranks(every_way, 4 if strategy in FOUR_RANKS else 2, strategy, timeout=2000.0)
+def test_training_goes_on_without_the_layer(strategy, cases):
+    simulate_ranks(each_way, 4 if strategy in FOUR_RANKS else 2, strategy, cases, timeout=2000.0)
 
 
 AHEAD = ({"forward_prefetch": True}, {"min_unit_bytes": 1 << 20}, {"min_unit_bytes": 600, "backward_prefetch": None})
 
 
 def ahead(strategy):
-    for arguments, pending, index in itertools.product(AHEAD, (0, 1), (0, 1, LAST)):
-        for holder in (0, 1, "all"):
-            train(strategy, True, pending, index, holder, "del", **arguments)
+    for number, *case in cover(list(itertools.product(range(len(AHEAD)), (0, 1), (0, 1, LAST), (0, 1, "all")))):
+        train(strategy, True, *case, "del", **AHEAD[number])
 
 
 @pytest.mark.parametrize("strategy", TWO_RANKS[:3])
