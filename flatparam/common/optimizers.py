@@ -77,12 +77,10 @@ def note_change() -> None:
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the steps of all optimizers: a step of sharded parameters makes earlier gathers stale."""
     global taken
-    has_some, _, found, _ = _look(optimizer)
-    units = [unit for unit in (each() for each in found) if unit is not None]
-    _C.note_optimizer_step(*(unit.core for unit in units))
+    _C.note_optimizer_step(*(unit.core for unit in units_of(optimizer)))
     for count in {id(handle.steps): handle.steps for handle in handles_of(optimizer)}.values():
         count[0] += 1
-    if has_some:
+    if _look(optimizer)[0]:
         taken += 1
 
 
@@ -104,6 +102,11 @@ def check_before_step(
         return loss
 
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def units_of(optimizer: Optimizer) -> list[Any]:
+    """Return the runtime's units that have parameters of ``optimizer``."""
+    return [unit for unit in (each() for each in _look(optimizer)[2]) if unit is not None]
 
 
 def handles_of(optimizer: Optimizer) -> list[Any]:

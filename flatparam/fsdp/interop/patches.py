@@ -38,6 +38,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import _C
+from ...common import optimizers
 from ...common.torch_private import TorchsFSDP
 from ...common.warned import warn_user
 from ..desync import checked_collectives
@@ -235,6 +236,19 @@ _WHOLE_ONLY = {  # class of an optimizer of torch -> why it cannot step shards
     "ZeroRedundancyOptimizer": "copies the values that one rank has stepped to the others: use its inner optimizer, "
     "whose states are sharded as parameters are",
 }
+
+
+@units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/unit/test_fsdp_exchanges.py")
+def _take_data(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Take data that a user gave parameters since backward into the flat parameters, which the optimizer steps.
+
+    Original parameters have such data themselves. A step inside of a backward finds views that backward frees. Raises:
+    as ``Unit.write_back``.
+    """
+    for unit in optimizers.units_of(optimizer):
+        root = unit.core.root
+        if not unit.options.use_orig_params and unit.core.is_written and (root is None or root.state == "IDLE"):
+            unit.sync_user_writes()
 
 
 @units_live.register(register_optimizer_step_pre_hook, "tests/fsdp/interop/test_fsdp_optimizers.py")

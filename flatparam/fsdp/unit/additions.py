@@ -22,8 +22,8 @@ from ... import _C
 from ...common import optimizers
 from ..errors import StateError
 from ..names import join, printable, without_units
-from .base import Wrapper
-from .registry import owner_of_param, units_live
+from .base import Wrapper, wrappers_in
+from .registry import owner_of, owner_of_param, units_live
 from .unit import Unit
 
 _TEST = "tests/fsdp/desync/test_fsdp_ranks_start_apart.py"
@@ -82,10 +82,11 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 @units_live.register(register_module_module_registration_hook, _TEST)
 def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
-    """Refuse modules with trainable parameters that are added after wrapping."""
+    """Refuse modules with trainable parameters that are added after wrapping, and with those of other units."""
     unit, ignored = _unit_of(module)
     if unit is None or added is None:
         return
+    _refuse_moved(unit, added)
     foreign = [(path, param) for path, param in added.named_parameters() if owner_of_param(param) is None]
     unmanaged = [(path, param) for path, param in foreign if _is_unmanaged(unit, ignored, param, None)]
     for path, param in unmanaged:
@@ -94,6 +95,21 @@ def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
         seal(unit, [inner for inner in added.modules() if _unit_of(inner)[0] is None], ignored)
     if unmanaged:
         _watch(unit, added.modules())
+
+
+def _refuse_moved(unit: Unit, added: nn.Module) -> None:
+    """Raises: ValueError naming a parameter of another unit that is in ``added``, but for those in whole units there.
+
+    Parameters are gathered, named and saved with the modules that they had when their unit was wrapped.
+    """
+    whole = {inner for wrapper in wrappers_in(added) for inner in wrapper.modules()}
+    for inner, owner in ((inner, owner_of(inner)) for inner in added.modules()):
+        if owner is not None and owner is not unit and inner not in whole:
+            fqn = next(name.fqn for original in owner.originals for name in original.names if name.module is inner)
+            raise ValueError(
+                f"`{fqn}` of {owner.name} cannot be moved into {unit.name}, which does not gather it: exchange values "
+                "by their .data, or move whole units"
+            )
 
 
 @units_live.around("torch.nn.modules.container:ModuleList.insert", test=_TEST)

@@ -3,7 +3,11 @@
 Promises:
 - weights of several units that exchange their data, in pairs and in a ring, have each other's values; data that are
   kept through a module come back: `test_weights_exchange_their_data`
+- data that weights get or exchange between backward and the optimizer's step are stepped:
+  `test_data_are_stepped_that_come_between_backward_and_step`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
+- a module with parameters of one unit is refused in another one, by name; whole units may move:
+  `test_modules_stay_in_their_unit`
 - a buffer, parameter or module that a program sets on a wrapper replaces that of the wrapped module, whose forward uses
   it, and so does a buffer given to `functional_call`: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
 - a part that a subclass of the wrapper sets does not replace the wrapped module's, and setting an attribute calls no
@@ -122,6 +126,32 @@ def test_weights_exchange_their_data(strategy, uo):
     simulate_ranks(exchange_data, 2, strategy, uo)
 
 
+def change_before_step(strategy, uo, indices):
+    """``indices``: the layers that have the data of the others, in this order, after backward and before the step."""
+    pairs, held = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in pair(strategy, uo)], []
+    for step in range(4):
+        for m, optimizer in pairs:
+            m(X).square().sum().backward()
+            weights = [m.layers[i].linear.weight for i in range(3)]
+            held = [weight.data if indices else torch.full((4, 4), 0.5 + step) for weight in weights]
+            for weight, i in zip(weights, indices or (2, 1, 0), strict=True):
+                weight.data = held[i]
+            optimizer.step()
+            optimizer.zero_grad()
+        (module, _), (model, _) = pairs
+        assert torch.equal(module(X), model(X)), step
+        wanted, state = module.state_dict(), model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in wanted.items()), step
+
+
+@pytest.mark.parametrize(
+    ("strategy", "uo", "indices"),
+    [*(("NO_SHARD", uo, indices) for uo in (False, True) for indices in ((2, 1, 0), ())), ("ZERO_1", False, ())],
+)
+def test_data_are_stepped_that_come_between_backward_and_step(strategy, uo, indices):
+    simulate_ranks(change_before_step, 2, strategy, uo, indices)
+
+
 def test_data_of_a_sharded_weight():
     with fake_world(2):
         _, model = pair("FULL_SHARD", False)
@@ -130,6 +160,29 @@ def test_data_of_a_sharded_weight():
         with pytest.raises(ValueError, match=r"`layers.0`: the new data of parameter `weight` of a .* or are sharded"):
             model(X)
         assert model.layers[0].linear.weight.shape == before
+
+
+def move_modules(strategy, uo):
+    module, model = pair(strategy, uo)
+    first, second = (model.layers[i].module for i in range(2))
+    moves = [
+        ("`linear.weight` of the unit of Layer", lambda: setattr(first, "linear", second.linear)),
+        ("`head.weight` of the unit of Net", lambda: first.add_module("more", nn.Sequential(nn.Tanh(), model.head))),
+        ("`linear.weight` of the unit of Layer", lambda: model.layers.insert(0, first)),
+    ]
+    for text, move in moves:
+        with pytest.raises(ValueError, match=f"{text}.* cannot be moved into the unit of"):
+            move()
+    train(module, model)  # nothing has changed
+    for m in (module, model):  # a module of the same unit, and a whole unit
+        m.layers[0].linear, m.layers[1] = m.layers[0].linear, m.layers[2]
+    with torch.no_grad():
+        assert torch.equal(module(X), model(X))
+
+
+@every_setting
+def test_modules_stay_in_their_unit(strategy, uo):
+    simulate_ranks(move_modules, 2, strategy, uo)
 
 
 def set_on_wrapper(strategy, uo):
