@@ -218,10 +218,11 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         What a subclass sets stays its own.
         """
         is_ours = type(self) is FullyShardedDataParallel
-        inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE) if is_ours else None
+        inner = self.module if is_ours and FSDP_WRAPPED_MODULE in vars(self).get("_modules", ()) else None
         places = () if inner is None else (inner._parameters, inner._buffers, inner._modules)  # which may have None
-        is_view = inner is not None and isinstance(vars(inner).get(name), Tensor)  # of a flat parameter
-        is_part = is_view or any(name in place for place in places)
+        shown = name if inner is None else vars(inner).get(name, name)  # a Tensor: the view of a flat parameter
+        is_part = isinstance(value if shown is None else shown, Tensor | nn.Module)
+        is_part = is_part or any(name in place for place in places)
         if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
             setattr(inner, name, value)
         else:

@@ -22,6 +22,7 @@ from fsdp_models import every_setting
 from gloo import fake_world
 from simulated_ranks import simulate_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -53,17 +54,24 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 2)
         self.register_buffer("shift", torch.zeros(4))
         self.register_buffer("mask", None)
+        self.bias = None
 
     def forward(self, x):
         x = self.layers(x * self.scale + self.shift)
+        x = x if self.bias is None else x + self.bias
         return self.head(x if self.mask is None else x * self.mask)
 
 
-def pair(strategy, uo):
+def alone(module):
+    return module
+
+
+def pair(strategy, uo, within=alone):
+    """``within``: may put another wrapper between the model and its module."""
     torch.manual_seed(0)
     module = Net()
     model = FSDP(
-        copy.deepcopy(module),
+        within(copy.deepcopy(module)),
         auto_wrap_policy={Layer},
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=uo,
@@ -185,12 +193,13 @@ def test_modules_stay_in_their_unit(strategy, uo):
     simulate_ranks(move_modules, 2, strategy, uo)
 
 
-def set_on_wrapper(strategy, uo):
-    module, model = pair(strategy, uo)
+def set_on_wrapper(strategy, uo, within):
+    module, model = pair(strategy, uo, within)
     train(module, model)
     for m in (module, model):
         m.shift = torch.full((4,), 0.5)
         m.mask = torch.tensor([1.0, 0.0, 1.0, 2.0])
+        m.bias = torch.full((4,), 0.25)
     train(module, model)
     for m in (module, model):
         m.layers = nn.Sequential(*reversed(m.layers))  # the same units in another order
@@ -207,14 +216,15 @@ def set_on_wrapper(strategy, uo):
             m.note = nn.Identity()  # the wrapped module has none: the wrapper's own
     assert torch.equal(module(X), model(X))
     assert "note" in model._modules
-    assert "note" not in model.module._modules
+    assert "note" not in getattr(model.module, "_checkpoint_wrapped_module", model.module)._modules
     with pytest.raises(ValueError, match=r"`head.weight` was added"):
         model.head = nn.Linear(4, 2)
 
 
+@pytest.mark.parametrize("within", [alone, checkpoint_wrapper])
 @every_setting
-def test_what_is_set_on_the_wrapper_is_set_in_the_module(strategy, uo):
-    simulate_ranks(set_on_wrapper, 2, strategy, uo)
+def test_what_is_set_on_the_wrapper_is_set_in_the_module(strategy, uo, within):
+    simulate_ranks(set_on_wrapper, 2, strategy, uo, within)
 
 
 class Dressed(FSDP):
