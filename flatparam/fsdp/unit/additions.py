@@ -104,7 +104,7 @@ def _refuse_moved(unit: Unit, added: nn.Module) -> None:
     """
     whole = {inner for wrapper in wrappers_in(added) for inner in wrapper.modules()}
     for inner, owner in ((inner, owner_of(inner)) for inner in added.modules()):
-        if owner is not None and owner is not unit and inner not in whole:
+        if isinstance(owner, Unit) and owner is not unit and inner not in whole:
             fqn = next(name.fqn for original in owner.originals for name in original.names if name.module is inner)
             raise ValueError(
                 f"`{fqn}` of {owner.name} cannot be moved into {unit.name}, which does not gather it: exchange values "
