@@ -104,8 +104,10 @@ def play(program):
             return _train(program, phase, store, log, modules[rank])
         except BaseException as error:
             end = type(error).__name__
-            if program["device"] and isinstance(error, OrderError):  # which says that the newest values may be invalid
-                log.unsure = max(log.steps, default=None)
+            # An OrderError says that the newest values may be invalid; other errors of the loop come from one
+            while program["device"] and error is not None and log.unsure is None:
+                log.unsure = max(log.steps, default=None) if isinstance(error, OrderError) else None
+                error = error.__cause__ or error.__context__
             raise
         finally:
             if not ranks.has_ended(rank):
