@@ -1,5 +1,5 @@
-// tensor/fp_borrowed.cpp -- lend memory that code outside uses by its address (NumPy, DLPack): it must not be freed or
-// written to. See fp_torch_lend().
+// tensor/fp_borrowed.cpp -- note memory whose address code outside has taken (NumPy, DLPack): flatparam must not free it or
+// write to it, and leaves it to the borrower. fp_torch_lend() notes it, fp_torch_free() and fp_flat_buffer.cpp look for it.
 #include <ATen/dlpack.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ reused()
     return *storages;
 }
 
-// How many references the Python object of the storage has; 0: the storage has no such object. Its tensors hold one.
+// How many references the storage's Python object has; 0: there is no such object. One of them is the storage's own.
 template <class Storage>
 Py_ssize_t
 python_references(Storage *storage)
@@ -121,8 +121,8 @@ fp_torch_lend(PyObject *object)
     });
 }
 
-static DLPackExchangeAPI exchange;
-static DLPackManagedTensorFromPyObjectNoSync export_tensor;
+static DLPackExchangeAPI exchange; /* torch's table, with export_and_lend in it; static, as users keep its address */
+static DLPackManagedTensorFromPyObjectNoSync export_tensor; /* torch's function, which export_and_lend calls */
 
 static int
 export_and_lend(void *object, DLManagedTensorVersioned **out)

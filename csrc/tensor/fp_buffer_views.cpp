@@ -11,8 +11,8 @@
 namespace fp {
 namespace {
 
-// Write values, which begin at element offset of the unsharded tensor, to this rank's shard. An element of the shard that
-// has the same value in the precision of values keeps its own, which may be higher. Returns whether an element has changed.
+// Write values, which begin at element offset of the unsharded tensor, to this rank's shard. An element of the shard that is
+// equal after a cast to the dtype of values stays, as the shard may be more precise. Returns whether an element has changed.
 bool
 write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offset, const at::Tensor &values)
 {
@@ -42,8 +42,8 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
     return true;
 }
 
-// Let the base of the views require grad or not: torch asks it whether views of the views require grad, in no_grad. A
-// gradient of the base itself would not be reduced, so a backward that computes one is refused.
+// Set requires_grad of the views' base. In no_grad torch takes it from the base for views of the views. A gradient of the base
+// itself would not be reduced, so a backward that computes one is refused.
 void
 set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::string &unit)
 {

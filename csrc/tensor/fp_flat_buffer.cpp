@@ -47,7 +47,7 @@ freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, co
                         flat.keeps_size);
 }
 
-// Move our tensors to the storage of source. The storage that they had stays with those that hold it, with its values.
+// Move our tensors to the storage of source. Others that hold the old storage keep it, with its values.
 void
 leave_storage(fp_flat_buffer &flat, PyObject *const *views, const at::Tensor &source)
 {
@@ -74,7 +74,7 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
     flat.shown_version = flat.seen_version = flat.unsharded._version();
 }
 
-// Copy our part of the gathered values as the secondary shard, if there shall be one and is none.
+// Copy this rank's part of the gathered values into a new secondary shard, if there is to be one and is none.
 void
 cut_secondary_shard(fp_flat_buffer &flat)
 {
@@ -285,7 +285,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 {
     return fp::guarded(-1, [&] {
         if (fp::is_lost(*flat)) {
-            return; /* the collective may still write to the memory */
+            return; /* the gather may still write to the memory */
         }
         fp::wait_for_gather(*flat);
         if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->unsharded.defined()) {

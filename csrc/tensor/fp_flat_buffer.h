@@ -70,8 +70,8 @@ void fp_flat_buffer_free(fp_flat_buffer *flat);
  * (fp_torch_free). If no values have to be gathered or converted (one shard, same dtype and device), it is the shard itself.
  * 1: it is new, and views must be made anew; 0: the present one fits; -1. */
 int fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard, const char *reason);
-/* 1: code outside has freed or resized the flat buffer's storage while it is gathered, or the shard's: that one has *present
- * bytes and needs *needed. 0: both have enough; -1. */
+/* 1: the gathered flat buffer's storage, or else the shard's, has *present bytes and needs *needed: code outside has freed or
+ * resized it. 0: both have enough; -1. */
 int fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard, int64_t *present, int64_t *needed);
 /* Before a gather: if the memory is borrowed (a NumPy array), leave it to the borrower, and make an unsharded tensor with a
  * new storage. Graphs that need the old values are refused by autograd.
@@ -161,8 +161,8 @@ int64_t fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *view
 /* Take user writes: copy this rank's elements into the shard and all elements into the gathered buffer, and let moved views lie
  * at their places again. 1: the shard has changed; 0: it has not; -1. *misfit: the index of a view whose new data were dropped,
  * as they have another shape, dtype or device; n: an in-place change was lost, as nothing is gathered; -1: neither. leaves: 1:
- * if others hold the shard's memory (`kept = weight.data`), it is left to them with its values before data are copied; data
- * kept of other parameters of the unit are cut off, too. */
+ * if others hold the shard's memory (`kept = weight.data`), it is left to them with its values before data are copied. Then
+ * what they hold of other parameters of this flat buffer no longer shares memory with it, either. */
 int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, int leaves,
                                 Py_ssize_t *misfit);
 /* Drop in-place changes. */

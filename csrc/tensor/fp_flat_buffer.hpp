@@ -17,18 +17,18 @@ namespace fp {
 
 // The gather of several flat parameters as one.
 struct Pack {
-    at::Tensor own;        // what this rank sends
-    at::Tensor whole;      // bytes: what the flat parameters have sent, rank by rank
+    at::Tensor own;        // bytes that this rank sends
+    at::Tensor whole;      // bytes of all ranks, rank by rank
     int64_t stride;        // the bytes of one rank
     bool given_up = false; // as in fp_group
 };
 
 // The part of a flat parameter in a pack: fp_flat_buffers_gather_pack().
 struct Packed {
-    bool may = false;           // between fp_flat_buffers_begin_pack() and _gather_pack()
-    at::Tensor own;             // what it sends, until the gather has begun
+    bool may = false;           // true from fp_flat_buffers_begin_pack() to _gather_pack(): a gather joins the pack
+    at::Tensor own;             // the elements that it sends, until the gather has begun
     std::shared_ptr<Pack> pack; // until its values are taken
-    int64_t first = 0;          // where its bytes begin in those of a rank
+    int64_t first = 0;          // the first of its bytes among those of a rank
 };
 
 // The dtypes of one flat parameter. They follow the shard's, which may change.
@@ -85,7 +85,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor unsharded_data; // the same memory, another version counter: autograd does not see writes to it
     at::Tensor filling;        // the same memory, another storage: a gather writes to it while unsharded is hidden
     bool keeps_size = true;    // the storage of unsharded tells its size while it is freed
-    bool is_hidden = false;    // an access to unsharded or a view raises the reason: values may be missing
+    bool is_hidden = false; // an access to unsharded or a view raises, as values may be missing: fp_flat_buffer_hide()
     fp_data_state data = FP_DATA_SHARDED; // the state of unsharded; only fp::move changes it
     at::Tensor secondary_shard;           // [total / secondary.n] in the compute dtype: secondary.group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
@@ -93,30 +93,31 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     fp::Packed packed;
     // [total] in precision.accumulates_in(shard); nested: [total / secondary.n], reduced over the secondary group
     fp::Accumulated accumulated;
-    at::Tensor unreduced;    // nested: [total], of this backward alone: more of it will come
+    at::Tensor unreduced;    // nested: [total], gradients of this backward; they are reduced once no more can come
     at::Tensor reduce_input; // of the pending reduction, in precision.reduces_in(shard)
-    // Its output: until the wait it may be a slice of the input, or what the other of two ranks adds to it. Then the reduced
-    // gradient, on the host valid from has_arrived on.
+    // Before the wait: where the reduction writes. It may be a slice of reduce_input, or the other rank's part, which is added
+    // after the wait (Way in fp_reduce.cpp). After the wait: the reduced gradient; on the host it is valid after has_arrived.
     at::Tensor reduce_output;
     fp::Pending reduction;
-    bool is_divided = false;                       // the reduced gradient is divided by postdivide already
-    std::optional<fp::Mark> was_read;              // after the copy from a shard on the host; none: nothing to wait for
-    std::optional<fp::Mark> was_filled;            // after a gather without a work, as copies make
-    std::optional<fp::Mark> has_arrived;           // after the copy to a shard's gradient on the host
-    fp::Home home;                                 // of the memory of unsharded
+    bool is_divided = false;             // the reduced gradient is divided by postdivide already
+    std::optional<fp::Mark> was_read;    // after the copy from a shard on the host; none: nothing to wait for
+    std::optional<fp::Mark> was_filled;  // after a gather on a device without a collective: a conversion or a copy
+    std::optional<fp::Mark> has_arrived; // after the copy to a shard's gradient on the host
+    fp::Home home;                       // of the memory of unsharded
     fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
     uint32_t trained = 0;                          // a hash of which parameters require grad
     fp::StorageCount sources;                      // storages of the shard
     std::shared_ptr<fp::UnitRef> unit;             // the unit of the views; null before there are any
     fp::NodePtr node;                              // behind the views; null: they have none
-    int64_t shown_version = 0;                     // the version of unsharded that autograd knows of the views
+    int64_t shown_version = 0;                     // the version of unsharded for which show_version() was called last
     int64_t seen_version = 0;                      // the version of unsharded up to which user writes were taken
 
     fp_flat_buffer(const fp_flat_buffer_plan &plan, fp::Precision dtypes) : fp_flat_buffer_plan(plan), precision(dtypes)
     {
     }
 
-    // Whether code outside may read the memory of unsharded by its address: then it must not be freed or written to.
+    // Whether code outside may read the memory of unsharded by its address: then it must not be freed or written to. The state
+    // FP_DATA_BORROWED is another thing: unsharded is in the shard's memory.
     bool is_borrowed() const
     {
         return unsharded.defined() && data != FP_DATA_BORROWED &&

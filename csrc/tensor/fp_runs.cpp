@@ -1,10 +1,10 @@
 // tensor/fp_runs.cpp -- see fp_runs.h.
 //
-// Nothing is kept from step to step: to validate what was kept, the same tensors and dicts would have to be read. 4,000
-// parameters have some 100,000 cache lines of them, and one parameter after the other takes 2 ms, each load waiting for the one
-// before. So each stage goes over a block of parameters, and prefetches the lines that the next stage reads: 0.7 to 0.95 ms after
-// a step that has emptied the caches (1.5 to 1.7 ms in stages without prefetching), 0.2 us a parameter, where torch's fused step
-// takes 6 us (AdamW, one core of an EPYC, torch 2.13).
+// Nothing is kept from step to step: a check that it still holds would read the same tensors and dicts again. For 4,000
+// parameters these are some 100,000 cache lines. Parameter after parameter takes 2 ms, as each load waits for the one before.
+// So each stage of StepStates::find() goes over a block of parameters, and prefetches the lines that the next stage reads. This
+// takes 0.7 to 0.95 ms after a step that has emptied the caches (1.5 to 1.7 ms without prefetching): 0.2 us a parameter, where
+// torch's fused step takes 6 us (AdamW, one core of an EPYC, torch 2.13).
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -19,10 +19,11 @@ namespace {
 
 constexpr Py_ssize_t MOST_KEYS = 4; // the step and three states
 constexpr Py_ssize_t BLOCK = 64;
-constexpr int NEAR = 16; // entries of the state in which the next parameter is looked for
+constexpr int NEAR =
+    16; // entries of the optimizer's state that are compared before a parameter is looked up by its hash
 
-// A parameter with a gradient. tensors: the parameter, its gradient, and a state for each key, nullptr if it is missing;
-// borrowed.
+// A parameter with a gradient. state: its dict. tensors: the parameter, its gradient, and a state for each key, nullptr if it
+// is missing; values: those states as objects. All pointers are borrowed.
 struct StepPiece {
     PyObject *param, *state;
     std::array<PyObject *, MOST_KEYS> values;
@@ -35,9 +36,9 @@ struct StepRun {
     Py_ssize_t count;
 };
 
-enum class Search { all, not_ours, missing, failed };
+enum class Search { all, not_ours, missing, failed }; // not_ours: a state is no dict or no tensor, so torch has to step
 
-// Begin to load the cache lines of object that the next stage reads.
+// Begin to load the first cache lines of object, which the next stage reads.
 void
 prefetch(const void *object, size_t lines)
 {
@@ -58,7 +59,7 @@ is_plain_host(const at::Tensor &tensor)
     return is_plain_tensor(tensor) && tensor.is_cpu() && tensor.is_contiguous();
 }
 
-// Whether the elements of tensor lie in memory in the order of those of param: torch's fused kernels go over both as they lie.
+// Whether the elements of tensor and param lie in memory in one order: torch's fused kernels pair them in that order.
 bool
 is_laid_out_as(const at::Tensor &tensor, const at::Tensor &param)
 {
@@ -67,7 +68,7 @@ is_laid_out_as(const at::Tensor &tensor, const at::Tensor &param)
             (tensor.sizes() == param.sizes() && tensor.strides() == param.strides()));
 }
 
-// Whether tensor begins where before, which is_plain_host(), ends.
+// Whether tensor begins where before ends. before: a tensor for which is_plain_host() is true.
 bool
 follows(const at::Tensor &tensor, const at::Tensor &before)
 {
@@ -76,7 +77,7 @@ follows(const at::Tensor &tensor, const at::Tensor &before)
            tensor.key_set() == before.key_set() && tensor.dtype() == before.dtype() && tensor.is_contiguous();
 }
 
-// The number of a step: nullptr if it is not one element of fp32 in memory of the host.
+// The address of a number of steps; nullptr if the tensor is not one fp32 element in host memory.
 float *
 step_of(const at::Tensor &tensor)
 {
@@ -84,7 +85,8 @@ step_of(const at::Tensor &tensor)
     return is_one && has_memory(tensor) ? static_cast<float *>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-// Joins pieces to runs, and notes chains: pieces side by side with one step, whose states could lie side by side.
+// Joins pieces to runs. It also notes chains: pieces that lie side by side and have equal steps, and whose states could lie
+// side by side. A run is a part of a chain.
 class StepRuns {
   public:
     StepRuns(size_t keys, bool steps, bool packs, bool joins)
@@ -96,7 +98,7 @@ class StepRuns {
     void end_chain();
     PyObject *lists() const;
 
-    std::vector<std::vector<PyObject *>> chains; // the parameters of those whose states are scattered
+    std::vector<std::vector<PyObject *>> chains; // the parameters of each chain whose states are scattered
 
   private:
     bool is_for_kernel(const StepPiece &piece) const;
@@ -107,15 +109,15 @@ class StepRuns {
     size_t kinds_;
     bool steps_, packs_, joins_;
     std::vector<StepRun> runs_;
-    std::vector<PyObject *> apart_;          // parameters that torch has to step as it does by default
-    std::vector<const at::Tensor *> joined_; // the parameters of runs but the first of each
+    std::vector<PyObject *> apart_;          // as in fp_runs_find()
+    std::vector<const at::Tensor *> joined_; // the parameters of all runs, without the first of each
     StepPiece last_{};
     float *last_step_ = nullptr;
     std::vector<PyObject *> chain_;
     bool is_scattered_ = false;
 };
 
-// Whether torch's fused kernel steps piece right. Its SGD on the host leaves whole vectors of bf16 and fp16 as they are.
+// Whether torch's fused kernel steps piece right. Its SGD on the host does not change whole vectors of bf16 and fp16.
 bool
 StepRuns::is_for_kernel(const StepPiece &piece) const
 {
@@ -130,7 +132,7 @@ StepRuns::is_for_kernel(const StepPiece &piece) const
     return fits;
 }
 
-// Whether the states of piece may move into one tensor with others.
+// Whether the states of piece may move into one tensor with those of others.
 bool
 StepRuns::is_packable(const StepPiece &piece) const
 {
@@ -154,6 +156,7 @@ StepRuns::states_follow(const StepPiece &piece) const
     return all;
 }
 
+// Whether piece has made as many steps as last_. Of SGD no steps are counted.
 bool
 StepRuns::has_last_step(const StepPiece &piece, bool follows_last)
 {
@@ -184,7 +187,7 @@ StepRuns::append(const StepPiece &piece)
 {
     const at::Tensor &param = *piece.tensors[0], &grad = *piece.tensors[1];
     const bool is_whole = kinds_ == 2 || piece.tensors[2] != nullptr;
-    // What holds for the first piece of a chain holds for those whose tensors follow its tensors.
+    // is_packable() need not be asked of later pieces of a chain: what follows a plain host tensor is one, too
     const bool is_beside = joins_ && is_whole && !chain_.empty() && param.numel() > 0 &&
                            follows(param, *last_.tensors[0]) && (chain_.size() > 1 || is_packable(last_));
     const bool follows_last = is_beside && states_follow(piece);
@@ -211,7 +214,7 @@ StepRuns::append(const StepPiece &piece)
     last_ = piece;
 }
 
-// A 1-D tensor over the memory of a run from the element skipped on, which counts its changes in place with first.
+// A 1-D tensor of numel elements in first's memory, from the element skipped on. It has first's version counter.
 at::Tensor
 over(const at::Tensor &first, int64_t numel, int64_t skipped = 0)
 {
@@ -263,12 +266,12 @@ StepRuns::lists() const
     PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_), new_list(runs_.size(), others));
     PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(kinds_) + 1, new_list(apart_));
     for (const at::Tensor *const param : joined_) {
-        param->unsafeGetTensorImpl()->bump_version(); // torch counts the change of the first
+        param->unsafeGetTensorImpl()->bump_version(); // torch increases that of the run's first parameter
     }
     return out.release();
 }
 
-// Finds the tensors of parameters.
+// Finds the gradients and states of a block of parameters.
 class StepStates {
   public:
     StepStates(PyObject *state, PyObject *keys, bool steps)
@@ -285,11 +288,11 @@ class StepStates {
     PyObject *state_, *keys_;
     Py_ssize_t n_keys_, cursor_ = 0;
     bool steps_;
-    PyObject *next_ = nullptr, *next_state_ = nullptr; // the entry of state_ before the cursor
+    PyObject *next_ = nullptr, *next_state_ = nullptr; // the entry of state_ that was found last: cursor_ is behind it
 };
 
-// The dict of param, or nullptr. Optimizers have states in the order of their parameters; looking one up by its hash takes
-// longer.
+// The dict of param, or nullptr. Optimizers have states in the order of their parameters, so the next entries are compared
+// first: a lookup by hash takes longer.
 PyObject *
 StepStates::of(PyObject *param)
 {
