@@ -19,8 +19,7 @@ namespace {
 
 constexpr Py_ssize_t MOST_KEYS = 4; // the step and three states
 constexpr Py_ssize_t BLOCK = 64;
-constexpr int NEAR =
-    16; // entries of the optimizer's state that are compared before a parameter is looked up by its hash
+constexpr int NEAR = 16; // entries of the optimizer's state to compare before a parameter is looked up by its hash
 
 // A parameter with a gradient. state: its dict. tensors: the parameter, its gradient, and a state for each key, nullptr if it
 // is missing; values: those states as objects. All pointers are borrowed.

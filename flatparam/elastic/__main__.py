@@ -30,7 +30,7 @@ from .epochs import MEMBER, REPLACED, Epoch, Epochs, store_of_job
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for the training process to end after a signal
-_MOST_GRACE = 25.0  # if the job ends: after 30 torchrun kills this process, and not those that the script has started
+_MOST_GRACE = 25.0  # at the job's end: after 30 torchrun kills this process, but not those that the script has started
 _LOOKING = 1.0  # seconds from one look at the epochs to the next
 _CHANGES = os.WNOHANG | os.WSTOPPED | os.WCONTINUED
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _may_lose_no_machine() -> bool:
-    """Whether torchrun, which has started this process, has several agents that meet over c10d."""
+    """Whether torchrun, which has started this process, has several agents that meet over c10d.
+
+    If one of them is lost then, the others end the job.
+    """
     given: list[str] = []
     with contextlib.suppress(OSError):
         given = os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).replace("=", "\0").split("\0")
@@ -83,7 +86,7 @@ class _Slot:
     def __init__(self, slot: str, argv: list[str]):
         self._slot, self._slots, self._argv = slot, int(os.environ["WORLD_SIZE"]), argv
         self._child, self._stopped = 0, math.inf
-        # where torchrun keeps no store, a training process has it
+        # whether to look into the job's store: unless torchrun keeps it, a training process does, and may end
         self._watches, self._has_failed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", False
 
     def run(self, joins: int) -> int:
@@ -104,10 +107,10 @@ class _Slot:
                 return status
             is_dropped = self._look(self._drops(member).__next__)
             if status < 0 and not is_dropped and self._epochs(member).has_left():
-                return 128 - status  # what the script does after the loop is not done
+                return 128 - status  # killed after the loop: the rest of the script was not run
             print(f"flatparam.elastic: {why}", file=sys.stderr, flush=True)
             self._epochs(member).end(member, why)
-        self._epochs(member).wait_to_join(self._slots)  # it does not ask, so this is the job's end
+        self._epochs(member).wait_to_join(self._slots)  # to the job's end, as this process has not asked to join
         return 0
 
     def _fork(self) -> bool:
@@ -115,7 +118,7 @@ class _Slot:
         parent = os.getpid()
         self._stopped = math.inf
         self._child = os.fork()
-        with contextlib.suppress(OSError):  # in both, as either may be first: signals reach its own children with it
+        with contextlib.suppress(OSError):  # in both processes, as either may be first
             os.setpgid(self._child, 0)
         if self._child == 0:
             for number in _ENDING:
@@ -152,7 +155,7 @@ class _Slot:
             signal.sigtimedwait([signal.SIGCHLD], _LOOKING)
 
     def _drops(self, member: str) -> Iterator[Epoch | None]:
-        yield from self._epochs(member).drops(self._slots)  # which connects to the store at the first look
+        yield from self._epochs(member).drops(self._slots)  # a generator: connects to the store at the first look
 
     def _look(self, at: Callable[[], Any]) -> Any:
         """Return ``at()``, which reads the job's store; None where no agent keeps it, and once it has failed."""
@@ -191,7 +194,7 @@ class _Slot:
         return 0
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the child and to the processes that it has started."""
+        """Send a signal to the child's process group: the child, and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child, number)
 
@@ -209,7 +212,7 @@ class _Slot:
 
     def _pass_on(self, number: int, frame: object) -> None:
         """The job ends: end the child, and this process, by the same signal."""
-        for one in _ENDING:  # torchrun, and perhaps the scheduler, send several: the script gets one
+        for one in _ENDING:  # torchrun, and perhaps the scheduler, send several signals: the script gets one
             signal.signal(one, signal.SIG_IGN)
         self._end(number, _MOST_GRACE)
         signal.signal(number, signal.SIG_DFL)

@@ -1,5 +1,7 @@
 """The epochs of an elastic job: which processes are its ranks now. Decided in the job's store, which survives ranks.
 
+The session of each rank (``training.py``) and its launcher (``__main__.py``) use this.
+
 An epoch is one world of ranks. When a rank is lost, or a process asks to join, one of the ranks decides the next epoch:
 the first to write it wins, and all follow. A process is a member: ``slot.life``, where a slot is torchrun's rank, and
 ``life`` counts the processes that it has had.
@@ -30,7 +32,7 @@ from ..fsdp.errors import StateError
 MEMBER = "FLATPARAM_ELASTIC_MEMBER"  # environment variable: the training process's name as a member, "slot.life"
 REPLACED = 76  # exit status of a training process that others took for lost
 PATIENCE = 3.0  # seconds beyond the heartbeat for a member to come to a new epoch
-_SAYING = 2.0  # seconds: a process that asks counts itself first, and then says its name
+_SAYING = 2.0  # seconds for a process to write its name, after it has counted itself among those that ask to join
 
 
 def store_of_job(serves: bool = False) -> Store:
@@ -43,7 +45,7 @@ def store_of_job(serves: bool = False) -> Store:
 
 
 class Epoch(NamedTuple):
-    """``members``: in the order of their ranks. ``asks``: the last ask to join that was decided."""
+    """``members``: in the order of their ranks. ``asks``: how many asks to join were decided, in it and before it."""
 
     number: int
     members: list[str]
@@ -102,7 +104,7 @@ class Epochs:
         yield later
 
     def _decide(self, epoch: Epoch, members: Iterable[str], asks: int, reason: str) -> Epoch:
-        """Decide that ``members`` follow on ``epoch``. Return what was decided, perhaps by another rank before."""
+        """Decide that ``members`` are the epoch after ``epoch``. If another rank was first, return its decision."""
         wanted = json.dumps([sorted(members, key=lambda one: [int(part) for part in one.split(".")]), asks, reason])
         return _read(epoch.number + 1, self._store.compare_set(f"epoch/{epoch.number + 1}", "", wanted))
 
@@ -156,7 +158,7 @@ class Epochs:
         self._store.set(f"ended/{member}", why)
 
     def why_ended(self, member: str) -> str:
-        """Return why the process of ``member`` has ended; empty: its launcher has not said that it has."""
+        """Return why the process of ``member`` has ended; empty: its launcher has not said that it has ended."""
         return self._store.value_at(f"ended/{member}")
 
     def ended(self, members: Iterable[str]) -> list[str]:
@@ -173,9 +175,9 @@ class Epochs:
         return self._store.add("asks", 0)
 
     def grown(self, epoch: Epoch, asks: int) -> Epoch:
-        """Decide that the processes join that have asked, up to number ``asks``, which all ranks give alike.
+        """Decide that the processes of the asks up to number ``asks`` join. All ranks give the same ``asks``.
 
-        A process takes the place of the one before in its slot. One whose name is late does not join.
+        A process takes the place of the one before in its slot. One whose name comes late asks again.
         """
         keys = [f"ask/{i}" for i in range(epoch.asks + 1, asks + 1)]
         end = time.monotonic() + _SAYING

@@ -134,8 +134,8 @@ def rebuild(mine: Generation | None, lost: dict[int, list[int]], at: Callable[[i
     """Rebuild the snapshots of lost ranks. A collective call of all ranks of the world.
 
     Args: ``mine``: this rank's generation of that step, or None; ``lost``: number of a lost rank -> its group; ``at``:
-    the rank in the world of a number. Returns: the runs that are rebuilt here, by number: on the first rank of the
-    group that is left.
+    returns the present rank of an old number. Returns: number of a lost rank -> its snapshot, on the first rank of its
+    group that is left; elsewhere empty.
     """
     number = next((one for one, ranks in lost.items() if mine is not None and mine.number in ranks), None)
     if mine is None or number is None:  # no rank of this group is lost: take part in the others' collectives

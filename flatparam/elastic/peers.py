@@ -30,14 +30,14 @@ class Shown(NamedTuple):
 
 
 def new_word() -> Tensor:
-    """Return random bytes, for ``show``. Who sets them to zero takes the boxes back."""
+    """Return random bytes, for ``show``. Set them to zero to take the boxes back."""
     word = torch.empty(_WORD, dtype=torch.uint8, device="cpu")
     bytes_of(word)[:] = secrets.token_bytes(_WORD)
     return word
 
 
 def show(parts: Mapping[str, list[Part]], word: Tensor) -> Shown:
-    """Let other ranks read the boxes in ``parts``. Both are borrowed until these have agreed that they did."""
+    """Let other ranks read the boxes in ``parts``. Keep both arguments until all ranks have agreed that they did."""
     _C.allow_reads()
     boxes = {file: [_address(part.tensor) for part in theirs] for file, theirs in parts.items()}
     return Shown(os.getpid(), bytes(bytes_of(word)), word.data_ptr(), boxes)
@@ -52,7 +52,7 @@ def _address(tensor: Tensor) -> int:
 def read(shown: Shown, runs: Sequence[tuple[Tensor, int]] = ()) -> bool:
     """Fill tensors, each one run, from addresses in the memory that another rank has ``shown``.
 
-    Returns: whether its word was there afterwards; if not, the tensors have any values.
+    Returns: whether its word was there afterwards; if not, the values of the tensors are undefined.
     """
     found = torch.zeros(_WORD, dtype=torch.uint8, device="cpu")
     every = [*runs, (found, shown.at)]

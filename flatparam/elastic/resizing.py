@@ -7,7 +7,8 @@
 | move the bytes | all ranks | bound as before |
 | commit: tell units, set the optimizers' states, then extra states | ranks that will hold it | bound to the new ranks |
 
-The old shards stay in memory until the commit.
+The old shards stay in memory until the commit. ``training.py`` calls ``leave`` and ``enter``: they move a model
+whose world has ended, and its state comes from snapshots.
 """
 
 import contextlib
@@ -52,8 +53,8 @@ _WAY_OUT = "save a checkpoint, build the model on the other ranks, and load it t
 class Resized:
     """The result of ``resize``. ``sent``: bytes that other ranks have got from this one.
 
-    ``extra``: the one that old rank number ``i % old size`` gave, where this rank is ``ranks[i]``; None on a rank that
-    holds nothing now. Old ranks are numbered in their order.
+    ``extra``: if this rank is ``ranks[i]``, the value that old rank number ``i % old size`` gave, with the old ranks
+    numbered in ascending order; None on a rank that holds nothing now.
     """
 
     sent: int
@@ -62,8 +63,8 @@ class Resized:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let no collection of cycles run meanwhile. Plans are thousands of objects, soon free: it would go over them, and
-    take them as a reason to go over all objects of the process, which takes as long as the rest of the call."""
+    """Let Python's collector not run meanwhile. A plan makes thousands of objects that soon end. Their number would let
+    the collector go over all objects of the process, which takes as long as the rest of the call."""
     was_on = gc.isenabled()
     try:
         gc.disable()
@@ -172,7 +173,10 @@ def dividing(least: int, size: int) -> int:
 
 
 class _Moving:
-    """One call on this rank. ``plan``: the boxes that it holds; ``loading``: the plan of its reads; None: no reads."""
+    """One call on this rank. ``plan``: the boxes that it holds; ``loading``: the plan of its reads; None: no reads.
+
+    ``here``: number of an old rank -> its boxes, on this rank.
+    """
 
     reading: Reading
 
@@ -189,7 +193,11 @@ class _Moving:
         self.problems: list[Exception] = []  # of this rank alone: the next ``agree`` raises the first
 
     def check(self) -> list[Any]:
-        """Check the call and the units. Returns: for ``compare``."""
+        """Check the call and the units. Returns: this rank's entry for ``compare``.
+
+        It is ``[[ranks, labels of optimizers, strategy and device of each unit], held]``. ``held``: None if this rank
+        holds no shards, else ``[inner sizes, ranks of the groups, shards times replicas of each unit]``.
+        """
         everyone = world()
         self.ranks = [operator.index(rank) for rank in self.ranks]
         if isinstance(everyone, FakeProcessGroup):
@@ -290,7 +298,7 @@ class _Moving:
             shown = peers.show(parts, word)
             told = None if self.problems else ({number: held.table for number, held in here.items()}, shown)
         everyone = gather_objects(SetupCollective.RESIZES, told, world())
-        works = None not in everyone  # else a rank raises its problem for all
+        works = None not in everyone  # else a rank has a problem: ``agree`` raises it on all
         try:
             ways = rendezvous.agree(lambda: self.bind(everyone, placements) if works else self.raise_first(), together)
             with keeping(self.problems):
@@ -299,17 +307,17 @@ class _Moving:
             rendezvous.agree(self.raise_first, lambda said: None, is_last=True)
             self.commit()
         except BaseException:
-            word.zero_()  # another rank may read here still, if this one is interrupted after it has agreed
+            word.zero_()  # if this rank is interrupted after it has agreed, another may read here still
             self.undo()
             raise
         return Resized(sent, None if self.loading is None else self.loading.extra)
 
     @torch.no_grad()
     def bind(self, everyone: list[Any], placements: list[Placement]) -> list[Any]:
-        """Bind the units to the new ranks, and plan what this rank reads. Returns: for ``together``.
+        """Bind the units to the new ranks, and plan what this rank reads. Returns: this rank's entry for ``together``.
 
-        ``everyone``: by rank the tables of the old ranks, and what it has shown. Raises: the caller then calls
-        ``undo``.
+        ``everyone``: by rank the tables of the old ranks, and what it has shown. After an exception the
+        caller calls ``undo``.
         """
         told = {i: (table, rank) for rank, (tables, _) in enumerate(everyone) for i, table in tables.items()}
         source = Pieces([told[i] for i in sorted(told)], dist.get_rank())

@@ -5,7 +5,10 @@
 | after ``every`` steps | each rank copies its state (``snapshot.py``), and sends stripes of the copy (``parity.py``) |
 | before the optimizer steps | each rank waits for the others' stripes: then the copied step is committed |
 | a rank is lost | the others decide the next epoch (``epochs.py``), and go back to the last committed step in it |
-| a process asks to join | the same at the next step boundary, with no rank lost; after a loss a step is done before |
+| a process asks to join | the ranks decide an epoch with it in their next commit, but not in the first of an epoch |
+
+Each rank has one ``Session``, made by ``start``. It owns the snapshots and the world, and belongs to the thread that
+called ``start``. Start to read at ``Session.steps``.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class Session:
         self._meetings: dict[str, liveness.Meetings] = {}  # to make process groups, by name
         self._attempts = 0  # of _ATTEMPTS, since a state was committed or a rank was lost; the same on all ranks
         self._inner: list[int] = []  # of ``inner_sizes``
-        self._has_hook = False  # torch's, with which it wraps sys.excepthook once more for each world
+        self._has_hook = False  # whether torch has wrapped sys.excepthook: it would do so for each world
         _here.session = self
         _training.hold(self)
 
@@ -143,14 +146,14 @@ class Session:
         ``make`` waits for a lost rank until its time-out, so the ranks meet before, and have seconds to connect.
         Raises: OrderError if a rank is lost or does not come within ``timeout``; RuntimeError.
         """
-        if not self._makes_world and dist.get_rank() in ranks:  # else all have just met
+        if not self._makes_world and dist.get_rank() in ranks:  # in ``make_world`` all have just met
             look = functools.partial(self._look, timeout.total_seconds())
             meetings = liveness.Meetings(store_of_world(), f"flatparam makes {name}")
             self._meetings.setdefault(name, meetings).meet(ranks, patience=math.inf, look=look)
         is_wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL  # by a backend with a time-out of its own
         if is_wrapped or not {"gloo"} <= _backends_in(backend) <= self._settable:
             return make(timeout=timeout)
-        # gloo waits 5 times as long for a connection, and who comes too late to the next epoch is dropped from it
+        # gloo waits 5 times as long for a connection, and a member that comes too late to the next epoch is dropped
         most = ((liveness.heartbeat() or math.inf) + PATIENCE - 1.0) / 5
         connecting = datetime.timedelta(seconds=min(most, _CONNECTING * 2**self._attempts))
         made = make(timeout=connecting)
@@ -187,7 +190,7 @@ class Session:
                     backend.abort()
                 _C.let_go(group.group_name)
         if self.model is not None:
-            for device in devices_of(self.model):  # which was waiting for a lost rank until the abort
+            for device in devices_of(self.model):  # each was waiting for a lost rank until the abort
                 _C.wait_device(str(device))
             leave(self.model)
         self._group = None
@@ -286,15 +289,15 @@ class Session:
         """Return the epoch that follows on the loss that has caused ``error``.
 
         If no rank is known to be lost, but the error may come from one, all members go on, at most ``_ATTEMPTS - 1``
-        times: who does not come to the next world is lost. Raises: ``error`` for any other cause, and after that. If
-        the ranks issue different collectives, all raise it at once: who waited would take those that end for lost.
+        times: a rank that does not come to the next world is lost. Raises: ``error`` after that, and for other causes.
+        If the ranks issue different collectives, all raise it at once: who waited would take the others for lost.
         """
         is_of_ranks = isinstance(error, OrderError | CheckpointError) and not DIFFERENT.search(str(error))
         is_of_transport = isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
         if isinstance(error, StateError) or not (is_of_ranks or is_of_transport):
             raise error
         members, board = self.epoch.members, liveness.board() if dist.is_initialized() else None
-        has_world = self._group is not None  # else those that are lost do not come to the next epoch
+        has_world = self._group is not None  # without one, ranks that are lost do not come to the next epoch
         end = time.monotonic() + (2 * liveness.READING if has_world else _LOOKING)
         while time.monotonic() < end:
             later = self.epochs.after(self.epoch)
@@ -310,7 +313,7 @@ class Session:
         is_absent = board is not None and board.absent(range(len(members)))
         is_told = any(words in str(error) for words in (STAYS_AWAY, CAME_LATE))
         is_unclear = is_of_transport or is_absent or not has_world or is_told
-        if is_unclear and self._attempts + 1 < _ATTEMPTS:  # who does not come to the next world is lost
+        if is_unclear and self._attempts + 1 < _ATTEMPTS:  # a rank that does not come to the next world is lost
             return self.epochs.without(self.epoch, [])
         raise error
 
@@ -340,9 +343,9 @@ class Session:
     def _find_state(self) -> _Found | str:
         """Return the newest state that the ranks have together; or why there is none, on all ranks alike."""
         kept = [one.check() for one in self.generations]
-        newest = newest_of(self.model) if kept else None  # what a new process has built from is no news
+        newest = newest_of(self.model) if kept else None  # a new process knows only the one from which it was built
         told = gather_objects(SetupCollective.RESIZES, (kept, newest, self._inner), world())
-        if None in told:  # of a rank in ``start``
+        if None in told:  # a rank is in ``begin_session``, which gathers None here
             return _NOT_COMMITTED
         units = [len(inner) for *_, inner in told]
         if len(set(units)) > 1:
@@ -366,7 +369,7 @@ class Session:
         problem = None
         try:
             found.here.update({number: read(run, found.key, number) for number, run in runs.items()})
-        except CheckpointError as error:  # what a parity was made of had changed
+        except CheckpointError as error:  # a stripe had changed before the parity was made of it
             problem = f"{error}, when it is rebuilt from what the others keep"
         return [one for one in gather_objects(SetupCollective.RESIZES, problem, world()) if one is not None]
 
@@ -489,7 +492,7 @@ def _gathered(*mine: int) -> list[list[int]]:
 
 
 class _Found(NamedTuple):
-    """The newest state that ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``.
+    """The newest state that the ranks have together. ``at``: old rank -> rank now; ``lost``: as in ``rebuild``.
 
     ``corrupt``: the corrupt pieces of newer states, and of this one; ``here``: old rank -> its state, on this rank.
     """
@@ -504,8 +507,8 @@ class _Found(NamedTuple):
 def _choose(told: list[Any], redundancy: str, refused: dict[Key, list[str]]) -> _Found | str:
     """Return what can be rebuilt from what the ranks told; or why nothing can.
 
-    ``told``: by rank its generations, the newest checkpoint that it knows, and its ``_inner``; ``refused``: states with
-    copies that were rebuilt in vain, and why.
+    ``told``: of each rank its generations, the newest checkpoint that it knows, and its ``_inner``; ``refused``: states
+    with a rebuilt copy that was corrupt, and the errors.
     """
     of_key: dict[Key, list[tuple[int, Kept]]] = {}
     for rank, (theirs, *_) in enumerate(told):
@@ -640,7 +643,7 @@ def start(
             "`torchrun --max-restarts 0 ... -m flatparam.elastic script.py`",
             (),
         )
-    # else torch ends a process in which another one's loss is an error of NCCL; each commit looks for such errors
+    # By default torch ends a process if NCCL reports that another is lost. Each commit asks for such errors instead
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     store = store_of_job(serves=not by_agent and slot == 0)
     member = os.environ.get(MEMBER, f"{slot}.0")
@@ -657,7 +660,7 @@ def steps(model: nn.Module, optimizer: Any, until: int, extra: Any = None) -> It
         model, optimizer: of ``start``.
         until: the number of steps of the training.
         extra: with ``state_dict`` and ``load_state_dict``, as schedulers have, or a dict of such objects. It goes back
-            with the model. Random numbers of the CPU and of the model's devices do so by themselves.
+            with the model. The random states of the CPU and of the model's devices go back without it.
 
     Raises: ValueError, StateError for other arguments than in ``start``, or than on other ranks.
     """

@@ -28,7 +28,7 @@ from ..fsdp.desync.events import SetupCollective
 from ..fsdp.sharding.placement import world
 from . import peers
 
-ROUND_BYTES = 2**24  # a rank sends another one less than this at once, and one part of a box more
+ROUND_BYTES = 2**24  # a rank sends another one less than this at once, plus at most one part of a box
 Round = list[list[tuple[int, Any]]]  # by rank: boxes to send, or reads, with their bytes
 Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it, first element, shape
 
@@ -36,7 +36,7 @@ Request = tuple[str, int, int, tuple[int, ...]]  # file, number of the box in it
 At = tuple[str, int]  # file, number of the box in it
 # (folder, key) -> dtype, shape, where each box is, and its offsets and sizes
 Boxes = dict[tuple[str, str], tuple[str, tuple[int, ...], list[At], list[tuple[tuple[int, ...], tuple[int, ...]]]]]
-Small = dict[At, bytes]  # not tensors: one takes 90 us to pickle and load
+Small = dict[At, bytes]  # the values as bytes: a tensor takes 90 us to pickle and load
 Table = tuple[dict[str, Any], Boxes, Small]
 
 
@@ -70,7 +70,8 @@ def described(plan: SavePlan) -> Table:
 
 
 class Pieces(Source):
-    """The boxes of all ranks that held a model, for rank ``me``. ``told``: each one's table, and who has it now.
+    """The boxes of all ranks that held a model, for rank ``me``. ``told``: (table, rank that has its boxes
+    now) of each old rank.
 
     Replicas have equal boxes. A rank takes its own, else that of replica number ``me`` modulo their number: so the
     reads are spread. ``holder``: file -> the rank that has its boxes.
@@ -97,7 +98,7 @@ class Pieces(Source):
         self.digest = ""
 
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
-        """Return a small tensor, which is one box. ``move`` carries out the planned reads, which are of others."""
+        """Return a small tensor, which is one box. All other tensors are read by ``move``, as planned."""
         check_whole(key, chunks)
         (chunk,) = chunks
         small = torch.empty(chunk.sizes, dtype=chunk.torch_dtype(key), device="cpu")
@@ -114,7 +115,7 @@ def box_of(tensor: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
 
 
 class Reading:
-    """The reads of this rank, by their way. ``shown``: of all ranks.
+    """The reads of this rank, sorted by how their bytes come. ``shown``: of all ranks.
 
     ``here``: of boxes on this rank; ``direct``: rank -> reads in its memory, each with the address there; ``wanted``:
     rank -> reads that it must send the bytes of.
@@ -140,13 +141,13 @@ class Reading:
                 self.wanted[rank].append(read)
 
     def told(self) -> list[Any]:
-        """Return the bytes read in each rank's memory, and whether others must be sent. For ``together``."""
+        """Return for ``together``: rank -> bytes that are read in its memory; whether others must be sent."""
         direct = {str(rank): sum(out.nbytes for out, _ in theirs) for rank, theirs in self.direct.items()}
         return [direct, any(self.wanted)]
 
 
 def together(said: list[list[Any]]) -> list[Any]:
-    """Add up what all ranks have ``told``."""
+    """Add up what all ranks have ``told``. Returns: rank -> bytes read in its memory; whether any are sent."""
     counts: Counter[str] = Counter()
     for direct, _ in said:
         counts.update(direct)
@@ -164,7 +165,7 @@ def move(reading: Reading, ways: list[Any], parts: Mapping[str, list[Part]], pro
     """Carry out the reads of all ranks. ``ways``: what ``together`` returned; ``parts``: the boxes here.
 
     Bytes that are sent go through memory that the world has collectives for: the host's if it has any, else the
-    device's. Nobody waits for a read in memory: its end is told by the caller's next ``agree``.
+    device's. A rank does not wait for reads in its memory: after the caller's next ``agree`` they have ended.
     A collective call of all ranks of the world. An error of this rank alone goes into ``problems``, and the rank takes
     part in the collectives that remain: the others would wait for it, and the next call would meet theirs. Each rank
     has the memory for all rounds before the first: without it there could be no such part.
