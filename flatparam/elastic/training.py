@@ -6,9 +6,6 @@
 | before the optimizer steps | each rank waits for the others' stripes: then the copied step is committed |
 | a rank is lost | the others decide the next epoch (``epochs.py``), and go back to the last committed step in it |
 | a process asks to join | the ranks decide an epoch with it in their next commit, but not in the first of an epoch |
-
-Each rank has one ``Session``, made by ``start``. It owns the snapshots and the world, and belongs to the thread that
-called ``start``. Start to read at ``Session.steps``.
 """
 
 from __future__ import annotations
@@ -65,10 +62,10 @@ _here = threading.local()
 
 
 class Session:
-    """The training of one rank, through all its epochs.
+    """The training of one rank, through all its epochs, in the thread that called ``start``. Read ``steps`` first.
 
-    ``step``: the number of steps that are done. ``generations``: snapshots of this rank, oldest first: at most two, or
-    three from the first commit of an epoch to the second.
+    It owns the world and the snapshots. ``step``: the number of steps that are done. ``generations``: the snapshots,
+    oldest first: at most two, or three from the first commit of an epoch to the second.
     """
 
     def __init__(

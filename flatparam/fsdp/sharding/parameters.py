@@ -295,8 +295,8 @@ def _check_alone(original: ParamInfo, options: Options, what: str) -> None:
     refusal = why_not_dense(param, what)
     if refusal is not None:
         raise ValueError(refusal)
-    if param.is_inference():
-        raise ValueError(f"Cannot flatten {what}: it was made in torch.inference_mode(), so it cannot train")
+    if param.is_inference() or torch.is_inference_mode_enabled():
+        raise ValueError(f"Cannot flatten {what}, made or wrapped in torch.inference_mode(): do it outside")
     if not _C.is_plain_tensor(param):
         kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
         freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""

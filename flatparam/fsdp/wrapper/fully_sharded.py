@@ -187,7 +187,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
                 self._wrap(module, targets)
             self._take_inner(module)
             self._device_id = device_of(device_id)
-            own = list(own_modules(module, _is_unit, ignored_modules_set))
+            own = list(own_modules(module, lambda inner: isinstance(inner, Wrapper), ignored_modules_set))
             check_not_shared(module, own)
             before = parameters_of(own)
             originals, options, device = self._prepare(module, own, arguments)
@@ -217,16 +217,24 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
 
         What a subclass sets stays its own.
         """
-        is_ours = type(self) is FullyShardedDataParallel
-        inner = self.module if is_ours and FSDP_WRAPPED_MODULE in vars(self).get("_modules", ()) else None
-        places = () if inner is None else (inner._parameters, inner._buffers, inner._modules)  # which may have None
-        shown = name if inner is None else vars(inner).get(name, name)  # a Tensor: the view of a flat parameter
-        is_part = isinstance(value if shown is None else shown, Tensor | nn.Module)
-        is_part = is_part or any(name in place for place in places)
-        if is_part and name not in (*nn.Module.__dir__(self), *Wrapper.__annotations__):
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
+        self._holder(name, value).__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._holder(name, None).__delattr__(name)
+
+    def _holder(self, name: str, value: Any) -> Any:
+        """Return the module that has a tensor or module ``name``, or None there, which ``value`` may replace.
+
+        It is the wrapped module or an activation checkpoint wrapper around it; else ``super()`` of this wrapper.
+        """
+        inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE)
+        while inner is not None and type(self) is FullyShardedDataParallel:
+            now = vars(inner).get(name, False)  # a tensor: a view of a flat parameter
+            is_part = isinstance(now, Tensor) or (now is None and isinstance(value, (Tensor, nn.Module, type(None))))
+            if is_part or any(name in place for place in (inner._parameters, inner._buffers, inner._modules)):
+                return super() if name in (*nn.Module.__dir__(self), *Wrapper.__annotations__) else inner
+            inner = inner._modules.get("_checkpoint_wrapped_module")
+        return super()
 
     def _choose_placement(self, arguments: dict[str, Any], has_policy: bool) -> None:
         """Set strategy and placement. If a policy and no groups are given, put the machine's groups into ``arguments``.
@@ -353,7 +361,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         They are those that ``policy`` selects, and modules of the classes that mixed precision ignores.
         """
         for path, inner in module.named_modules():
-            if _is_unit(inner):
+            if isinstance(inner, Wrapper):
                 raise ValueError(
                     f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
                     f"{type(module).__name__}: a policy wraps a tree without units"
@@ -362,10 +370,9 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
         precision = self.mixed_precision
         full_precision = tuple(precision._module_classes_to_ignore) if arguments["mixed_precision"] is not None else ()
-        if full_precision:
-            for inner in module.modules():
-                if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
-                    targets[inner] = {**arguments, "mixed_precision": None}
+        for inner in module.modules():
+            if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
+                targets[inner] = {**arguments, "mixed_precision": None}
         if arguments["use_orig_params"] and not arguments["segments"]:
             warn_of_frozen(module, set(targets), ignored_modules, ignored_params)
         check_not_tied(module, targets, ignored_modules, ignored_params)
@@ -443,7 +450,3 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     scatter_full_optim_state_dict = staticmethod(optimizer.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optimizer.rekey_optim_state_dict)
     optim_state_dict_to_load = staticmethod(optimizer.optim_state_dict_to_load)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, Wrapper)

@@ -219,6 +219,9 @@ def set_on_wrapper(strategy, uo, within):
     assert "note" not in getattr(model.module, "_checkpoint_wrapped_module", model.module)._modules
     with pytest.raises(ValueError, match=r"`head.weight` was added"):
         model.head = nn.Linear(4, 2)
+    for name in ("mask", "bias", "note"):
+        delattr(model, name)
+        assert not hasattr(model, name)
 
 
 @pytest.mark.parametrize("within", [alone, checkpoint_wrapper])

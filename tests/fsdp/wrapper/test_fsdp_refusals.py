@@ -223,8 +223,15 @@ def parameters():
         FSDP(expanded, use_orig_params=True)
     with torch.inference_mode():
         inferred = make()
-    with refused(r"parameter `first.weight` .*made in torch.inference_mode\(\), so it cannot train", ValueError):
+    match = r"parameter `first.weight` .*made or wrapped in torch.inference_mode\(\): do it outside"
+    with refused(match, ValueError):
         FSDP(inferred)
+    with torch.inference_mode(), refused(match, ValueError):
+        FSDP(make())
+    plain = make()
+    with torch.inference_mode(), refused(match, ValueError):
+        FSDP(plain)
+    FSDP(plain)  # the refused call has changed nothing
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(False)
     with refused("`weight` has True, .*`bias`.* has False; pass segments=True", ValueError):
