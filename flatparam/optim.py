@@ -1,10 +1,11 @@
-"""torch's AdamW, Adam and SGD, whose steps take pieces that lie side by side as one.
+"""torch's AdamW, Adam and SGD, whose steps take parameters that lie side by side in memory as one.
 
 Names, arguments, groups and states are those of torch's classes. ``fused=True`` is the default here, unless
 ``foreach``, ``differentiable`` or the parameters' dtypes exclude it. A step calls torch's fused kernel once for each
 run: parameters of one group and one number of steps that lie side by side in memory, as do their gradients and states.
 So its bits are those of torch's fused step over flat tensors, the runs. Parameters that torch's fused kernel would step
-wrongly are stepped as torch does by default (``_C.runs`` finds them).
+wrongly are stepped as torch does by default (``_C.runs`` finds them: csrc/tensor/fp_runs.h). Start to read at
+``_Fused._init_group``, which torch's ``step`` calls for each group.
 """
 
 import itertools
@@ -77,7 +78,7 @@ def _pack(state: dict[Tensor, dict[str, Any]], params: Sequence[Tensor], keys: S
 
 
 class _Fused(torch.optim.Optimizer):
-    """Before a class of torch's among the bases: ``fused=True`` is the default."""
+    """A base before a class of torch's. It makes ``fused=True`` the default."""
 
     _with_twice: frozenset[int] = frozenset()  # ids of the groups that have a parameter twice
     _plan: Callable[[dict[str, Any]], tuple[Any, ...] | None]  # for ``_step_runs``; empty: no step; None: torch's step
@@ -85,19 +86,19 @@ class _Fused(torch.optim.Optimizer):
     _planned: dict[int, Any] = {}  # id of a group that this step has yet to take -> its ``_plan``
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and set its ``fused`` if it is open."""
+        """Add a group, and set its ``fused`` if it is None."""
         super().add_param_group(param_group)
         self._choose_fused(self.param_groups[-1:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set ``fused`` in groups that come from an optimizer which left it open, too."""
+        """Set ``fused`` where it is None, as in states of torch's own optimizers."""
         super().__setstate__(state)
         self._with_twice = frozenset()
         self._choose_fused(self.param_groups)
 
     def _choose_fused(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            # torch counts both steps of such a parameter before the first is taken: others of its run would, too
+            # torch adds 2 to the step of such a parameter before it steps it, and in a run to the steps of others, too
             if len({*map(id, group["params"])}) < len(group["params"]):
                 self._with_twice |= {id(group)}
             if group["fused"] is None:
@@ -129,7 +130,7 @@ class _Fused(torch.optim.Optimizer):
         return bool(default._init_group(group, *lists))
 
     def _step_apart(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Step ``params`` as torch does by default, after what its fused kernels do for a gradient scaler."""
+        """Step ``params`` as torch does by default. With a gradient scaler, unscale or skip as fused kernels do."""
         if not params or getattr(self, "found_inf", None):
             return
         scale: Any = getattr(self, "grad_scale", None)
@@ -153,7 +154,7 @@ class Adam(_Fused, torch.optim.Adam):
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         try:
             self._call(group, params, grads, averages, squares, *(most or [[]]), steps, fused=True, **scaling)
-        finally:  # also if it is refused, before or after torch has counted the step
+        finally:  # also if torch raises, before or after it has increased the steps
             for step, other in zip(steps, others, strict=True):
                 if other is not None:
                     other.copy_(step)

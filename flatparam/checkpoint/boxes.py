@@ -1,6 +1,7 @@
 """Plan the reads of a rank: parts of boxes in files. Check that the boxes of a tensor cover each element once.
 
-Arithmetic only: no file is opened here. A box has the tensor's dimensions; elements in a box are row-major.
+The plans of a load call this, and ``elastic/transport.py`` for boxes in memory. Arithmetic only: no file is opened
+here. A box has the tensor's dimensions; elements in a box are row-major.
 """
 
 import functools
@@ -65,7 +66,7 @@ def _places(chunks: Sequence[Chunk]) -> _Places:
     return tuple((chunk.offsets, chunk.sizes) for chunk in chunks)
 
 
-# Layers of a model are cut alike, and so are a parameter and its states: what depends on places alone is computed once
+# Cached: layers of a model are cut alike, and so are a parameter and its states, so many calls have the same arguments
 @functools.lru_cache(maxsize=128)
 def _cuts(places: _Places, dense: Dense, start: int, numel: int) -> tuple[int, list[tuple[int, int, Box]]]:
     """Return how many of the elements ``[start, start + numel)`` boxes have, and the parts of boxes that have them.
@@ -91,7 +92,7 @@ def lies_in(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
 def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
     """Raises: CheckpointError unless ``chunks`` have one shape and dtype and cover that shape without an overlap.
 
-    Each box lies in its shape: those who read its offsets and sizes from a file have checked it.
+    Each box lies in its shape: the code that reads offsets and sizes from a file has checked it.
     """
     first = chunks[0]
     for chunk in chunks:
@@ -134,6 +135,6 @@ def _covered(places: _Places, shape: tuple[int, ...]) -> tuple[tuple[int, int] |
 
 
 def forget_cuts() -> None:
-    """Free what was computed: with a thousand ranks it may take 130 MiB."""
+    """Empty the caches of ``_cuts`` and ``_covered``: with a thousand ranks they may take 130 MiB."""
     _cuts.cache_clear()
     _covered.cache_clear()

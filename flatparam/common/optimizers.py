@@ -21,7 +21,7 @@ from .torch_private import _is_fsdp_flattened
 from .warned import warn_user
 
 taken = 0  # steps of optimizers that have parameters of units
-_MANY = 1_000  # pieces of a unit's parameters: on the host, AdamW's fused step takes a quarter of the time of its loop
+_MANY = 1_000  # parameters on the host: for so many a warning is worth it (times in _advise_fused)
 _changes = 0  # the number of calls of note_change()
 # By optimizer: whether it has parameters of units; the number of its groups and _changes at that time; the runtime's
 # units that have its parameters; the drop-in's handles that do
@@ -130,7 +130,7 @@ def _look(optimizer: Optimizer) -> _Known:
 
 
 def is_half_on_host(param: Tensor) -> bool:
-    """Return whether torch's fused SGD leaves ``param`` as it is, but for the elements after the last whole vector."""
+    """Return whether torch's fused SGD does not change ``param``, but for the elements after the last whole vector."""
     return param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
 
 

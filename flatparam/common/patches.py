@@ -9,8 +9,8 @@ A lifetime may end in a finalizer: in any thread, at any moment, inside of a cha
 undo never waits; another thread in this file looks again before it leaves. A hook that a thread may be about to call
 is removed by a later garbage collection.
 
-A function of another library that has replaced ours in between stays. Ours below it finds no unit, so it calls the
-original alone. When the lifetime begins again, it is the one in use, and no second one is added.
+If another library has replaced our function meanwhile, its function stays, and ours below it. Ours finds no unit, so it
+calls the original alone. When the lifetime begins again, ours is used again, and no second one is added.
 """
 
 import importlib
@@ -146,7 +146,7 @@ class Lifetime:
 
     def settle(self) -> None:
         """Make or undo the changes. Only ``_settle()`` calls this."""
-        before, self.reached = self.reached, None  # first: hold() then waits, or is seen by the next line
+        before, self.reached = self.reached, None  # first: a hold() from now on waits, or the next line sees it
         is_wanted = self.is_in_force
         if is_wanted is not before:
             for change in self.changes:
@@ -202,7 +202,7 @@ class _Change:
     targets: Sequence[str]
     is_made: bool = field(default=False, init=False)
     outermost: bool = False
-    pairs: list[tuple[Any, Any]] = field(default_factory=list, init=False)  # (original, ours), each ever made
+    pairs: list[tuple[Any, Any]] = field(default_factory=list, init=False)  # (original, ours), all that were made
     undo: ClassVar[str] = ""  # in words
 
     @cached_property
@@ -235,15 +235,15 @@ class _Replacement(_Change):
     owner: type | None = None
     everywhere: bool = False
     adds: bool = False
-    is_needed: Callable[[], bool] = bool  # no
-    # Where ours is, perhaps below another library's
+    is_needed: Callable[[], bool] = bool  # bool() is False
+    # (id of the owner, name) -> where ours is, perhaps below another library's; the value that it has replaced
     _put: dict[tuple[int, str], tuple[Place, Any]] = field(default_factory=dict, init=False)
     undo = "The original is put back, unless another library has replaced ours."
 
     def make(self) -> None:
         for place in self._places():
             key, now = (id(place[0]), place[1]), _read(place)
-            if self._pair_of(now) is not None:  # somebody has put ours back
+            if self._pair_of(now) is not None:  # ours is there already, or somebody has put it back
                 self._put[key] = place, now
             elif self.outermost or key not in self._put or now is self._put[key][1]:
                 ours = self._ours_for(now, place)
@@ -367,7 +367,10 @@ _is_busy = False  # whether the thread that has the lock is in the loop of _sett
 
 
 def _settle(wait: bool = True) -> None:
-    """Make and undo the changes that are due. ``wait``: for another thread in here, which looks again at its end."""
+    """Make and undo the changes that are due.
+
+    ``wait``: for another thread that does this; without a wait that thread looks again at its end.
+    """
     global _is_busy
     while any(lifetime.reached is not lifetime.is_in_force for lifetime in _lifetimes):
         if not _lock.acquire(blocking=wait):

@@ -298,7 +298,7 @@ class _Moving:
             shown = peers.show(parts, word)
             told = None if self.problems else ({number: held.table for number, held in here.items()}, shown)
         everyone = gather_objects(SetupCollective.RESIZES, told, world())
-        works = None not in everyone  # else a rank has a problem: ``agree`` raises it on all
+        works = None not in everyone  # else ``agree`` raises the problem of a rank on all
         try:
             ways = rendezvous.agree(lambda: self.bind(everyone, placements) if works else self.raise_first(), together)
             with keeping(self.problems):

@@ -70,9 +70,9 @@ def described(plan: SavePlan) -> Table:
 
 
 class Pieces(Source):
-    """The boxes of all ranks that held a model, for rank ``me``. ``told``: (table, rank that has its boxes
-    now) of each old rank.
+    """The boxes of all ranks that held a model, for rank ``me``.
 
+    ``told``: of each old rank its table, and the rank that has its boxes now.
     Replicas have equal boxes. A rank takes its own, else that of replica number ``me`` modulo their number: so the
     reads are spread. ``holder``: file -> the rank that has its boxes.
     """

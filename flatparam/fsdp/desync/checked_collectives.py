@@ -120,9 +120,9 @@ def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
         trace.run(lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-STAYS_AWAY = "has not gone on since"  # in texts about ranks that have caught an exception
-CAME_LATE = "live, but came late or not at all to a collective"  # in texts about ranks of which none may be lost
-# Traces on which a rank of this process has reported an exception and has not gone on since; the others may wait for it
+STAYS_AWAY = "has not gone on since"  # in messages about ranks that have caught an exception
+CAME_LATE = "live, but came late or not at all to a collective"  # in messages about ranks that may all be alive
+# Traces in which a rank of this process has reported an exception and has not gone on since: others may wait for it
 troubled: list[GroupTrace] = []
 
 
@@ -229,7 +229,7 @@ def exchange(
     come_back()
     device = tensors[-1].device
     traces = [trace for _, trace in sorted(_checked.get(group, {}).items())]
-    ranks_of(group)  # refuses a destroyed group before anything begins, which would stay under way for late ranks
+    ranks_of(group)  # refuses a destroyed group before the traces note a collective that would never begin
     for trace in traces:
         trace.core.note(encode(what), False)
     _connect(group, device)
@@ -334,8 +334,8 @@ def wait(
 ) -> None:
     """Wait for a collective of ``issue``. Ctrl-C ends the wait and leaves the collective running.
 
-    Args: ``is_read``: the host reads the result, so wait until the device has it; ``traces``: the traces that have
-    recorded the collective.
+    Args: ``is_reduce_scatter``: gloo's takes no time-out, so a thread waits for it; ``is_read``: the host reads the
+    result, so wait until the device has it; ``traces``: the traces that have recorded the collective.
     Raises: OrderError if another rank cannot come to it. On NCCL the communicator is then aborted.
     """
     if work is None:

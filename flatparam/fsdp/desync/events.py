@@ -1,4 +1,4 @@
-"""Words for collectives: the report of one by one rank, and the difference between the reports of two ranks.
+"""Messages about collectives: how a rank reports one, and how the reports of two ranks differ.
 
 ``trace.py`` calls this to build its messages. The module issues no collective and calls no store.
 """
@@ -25,7 +25,7 @@ _KINDS = {
 }
 
 
-_SUMS = {_C.EVENT_AGREES, _C.EVENT_AGREES_ON_GRADIENTS, _C.EVENT_LEARNS}  # each is about many units
+_SUMS = {_C.EVENT_AGREES, _C.EVENT_AGREES_ON_GRADIENTS, _C.EVENT_LEARNS}  # sums of flags, each about many units
 _STEP = "a forward or a backward"
 _CALLS = {  # by kind: the call of a user that issues it. The others belong to a step
     _C.EVENT_GATHERS_OUTSIDE: "state_dict(), summon_full_params() or the like",
@@ -39,8 +39,7 @@ class SetupCollective(enum.Enum):
     """The purposes of collectives that belong to no unit.
 
     The last three are meetings in a store. ``RESIZES`` is also the purpose of collectives in such a meeting.
-
-    ``what`` says for messages what a rank does in it; ``call`` is the call of a user that issues it.
+    For messages: ``what`` a rank does in it, and the user's ``call`` that issues it.
     """
 
     BUILDS = "builds a unit", "FullyShardedDataParallel()"
@@ -61,12 +60,12 @@ class SetupCollective(enum.Enum):
 
 
 _EXCHANGES = list(SetupCollective)
-# The events of all units. Above, a reduction adds a hash of its requires_grad flags, and a sum of flags the units in it
+# C adds a multiple of this to an id: the ``trained`` of fp_event() in csrc/tensor/fp_channel.h
 _EVENTS = 2**32 * _C.EVENT_KINDS
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must make these calls in the same order, as often: none of them under `if rank == 0:` alone"
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
-DIFFERENT = re.compile("the ranks (do|train|run units in) different|Forward order differs")  # texts of difference()
+DIFFERENT = re.compile("the ranks (do|train|run units in) different|Forward order differs")  # by difference()
 
 
 class CollectiveEvent(NamedTuple):
@@ -102,7 +101,10 @@ def encode(exchange: SetupCollective) -> int:
 
 
 def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> CollectiveEvent:
-    """Return the report of ``event`` of a ``_C.CollectiveTrace``. ``ids``: the units of the same group."""
+    """Return the report of ``event`` of a ``_C.CollectiveTrace``.
+
+    ``ids``: the units of the same group; ``new_pass``: 1 if the collective is the first of an iteration.
+    """
     more, (number, kind) = event // _EVENTS, divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
         return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].what}, in step {step}")

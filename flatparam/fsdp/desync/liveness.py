@@ -47,7 +47,7 @@ from .stores import Store, reaching, store_of, store_of_world
 READING = 2.0  # seconds that a rank stays, so that the others can read its post
 _ANSWERING = 1.6  # seconds in which a live process answers a call
 _LEAVES = "has left the world"
-# In texts about ranks that end or leave by themselves. The first is in ``describe``, the second in fp_board.cpp
+# In messages about ranks that end or leave by themselves. The first is in ``describe``, the second in fp_board.cpp
 _ENDS_OF_ITS_OWN = ("has raised an error of its own", "has finished, and comes to no collective", _LEAVES)
 _LENGTH = 1000  # characters of an error's message in a post
 
@@ -95,7 +95,7 @@ class HealthBoard:
         readers = f"readers of {number}"
 
         def is_read() -> bool:
-            # An ended rank counts, too, if it has read: those that read end after the others have read their posts
+            # Readers that have ended count, too. Each has ended after all others have read its own post
             others = self._size - 1 - self.native.ended()
             return self.native.look(0.0, False) and self.native.number(readers) >= others
 
@@ -103,15 +103,15 @@ class HealthBoard:
 
     @reaching()
     def leave(self, why: str) -> None:
-        """Post that this rank leaves the world, and ``why``. A rank that waits in it raises that.
+        """Post that this rank leaves the world, and ``why``. Other ranks that wait in the world raise that.
 
-        Its wait may not fail by itself: the connections of a live rank stay open.
+        Their waits might not fail by themselves: the connections of a live rank stay open.
         """
         self.native.post(printable(f"rank {self.rank} {_LEAVES}: {why}"))
 
     @reaching()
     def finish(self) -> None:
-        """Say that this rank has finished: the others are told so if they wait for it when its process has ended."""
+        """Say that this rank has finished. Others that wait for it after the end of its process raise that."""
         self.native.finish()
         self.has_finished = True
 
@@ -176,8 +176,8 @@ class HealthBoard:
 
 
 _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, HealthBoard | None]" = weakref.WeakKeyDictionary()
-_lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
-_counting: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()  # perhaps not in the store
+_lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()  # generations, in the store
+_counting: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()  # perhaps not there yet
 
 
 def _clock() -> float:
@@ -193,10 +193,10 @@ def _process_began() -> float:
 
 
 class _Life:
-    """The worlds of one rank, one after another."""
+    """From when on signs of life count, for the worlds that one rank has one after another."""
 
     def __init__(self) -> None:
-        # When its process, or after a destroyed world the next one, began: signs of life from before belong to another
+        # The time at which its process began, or its last world was destroyed: earlier signs of life belong to another
         # world. It is not the time of the import, as other ranks may have imported flatparam, and appeared, sooner
         self.since = _process_began()
 
@@ -246,7 +246,7 @@ def _made(world: dist.ProcessGroup) -> HealthBoard | None:
 
 
 def enter() -> None:
-    """Enter the world's board: a unit is about to be built, or was unpickled. Raises: OrderError without a store."""
+    """Enter the world's board: a unit is about to be built, or was unpickled. Raises: StoreGoneError."""
     if (ours := board()) is not None:
         ours.enter()
         _reporting.hold(ours)
@@ -431,7 +431,7 @@ class _Watch(NamedTuple):
 
 
 _watching: "weakref.WeakKeyDictionary[threading.Thread, _Watch]" = weakref.WeakKeyDictionary()
-_ended: list[_Watch] = []  # those whose thread has ended because it found such a loss
+_ended: list[_Watch] = []  # those whose thread has ended because values were lost
 
 
 def watch(board: HealthBoard, look: Callable[[], object], has_lost: Callable[[], bool]) -> None:
@@ -585,7 +585,7 @@ def _watch_worlds(before: Callable[[Any], None], pg: Any) -> None:
 
 
 def _is_fork() -> bool:
-    """Whether a rank has forked this process: the threads of its groups are not here."""
+    """Whether a rank has forked this process. Then the threads of the rank's groups are not in it."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task")) == 1
     return True

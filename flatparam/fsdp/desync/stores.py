@@ -111,7 +111,10 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def forget_names() -> None:
-    """Let torch count the groups of a rank without a world anew: it counts a world that it could not make, too."""
+    """Reset torch's count of groups, from which it makes their names, in a rank without a world.
+
+    torch counts a world that it could not make, too, so the next names would differ between ranks.
+    """
     dist.distributed_c10d._world.group_count = 0
 
 

@@ -110,7 +110,7 @@ class GroupTrace:
         self._asked: list[list[str]] = []  # keys that this rank will delete, one list an index, oldest first
         self._answered = ""  # the last call that this rank has answered
         self._calls = 0  # calls of this rank
-        self._told = 0  # the last step of which _tell need not warn
+        self._told = 0  # up to this step _tell need not warn
         self._stuck: tuple[int, float] = (-1, 0.0)  # the number of events in the last look, and since when it is that
         self._next_look = 0.0
         self._looking = threading.RLock()  # one thread looks for the reason
@@ -316,7 +316,7 @@ class GroupTrace:
         self.raise_if_closed()
         mine = self._post(event, new_pass, self.core.passes)
         _LOG.debug("collective %d of group %s: %s", index, self._name, mine)
-        if is_learning(mine):  # in the two steps after it the prediction is still that it comes
+        if is_learning(mine):  # it comes once, and is still predicted in the two steps after it
             self._told = mine.step + 2
         try:
             if self.core.missed is not None:
@@ -352,7 +352,7 @@ class GroupTrace:
         return False
 
     def _settle(self, index: int, digest: int, mine: CollectiveEvent) -> None:
-        """Wait until all ranks were kept from the same collectives as this one. No rank has begun them then.
+        """Wait until exceptions have kept all ranks from the same collectives: then no rank has begun them.
 
         Args: ``index``: the first of them; ``digest``: of all, 0: an exception came while one was issued.
         Raises: OrderError if another rank has begun one, or was kept from others. After an interruption the rank
@@ -578,14 +578,14 @@ class GroupTrace:
     def raise_if_troubled(self, waited: float) -> None:
         """Raise if an exception has ended a call of another rank, which has not come back while this one has waited.
 
-        Not if as many have ended calls of this rank in that step: all may have caught the same, and one is slower.
+        Not if as many exceptions have ended calls of this rank in that step: all ranks may have caught the same one.
         """
         for rank, raised, text in self._troubles() if waited > _TROUBLED_FOR else ():
             if rank != self._ranks[self._me] and self._raised < raised:
                 self._break(text, "", absent=1)
 
     def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
-        """Raise that the ranks differ; or, if an exception has let one of the two go on elsewhere, that exception."""
+        """Raise that the ranks differ; or, if one of the two has caught an exception and gone on, that exception."""
         for rank, _, text in self._troubles():
             if rank in (first.rank, mine.rank):
                 self._break(text, "")
@@ -660,7 +660,7 @@ class GroupTrace:
         return len(self._ranks) - (self._board.count_dead(self._ranks) if self._board is not None else 0)
 
     def _is_read(self) -> bool:
-        """Whether all have read who will. A rank may end meanwhile that was told elsewhere, as in a save."""
+        """Whether all ranks that will read the reason have read it. One may end without: it was told in a save, say."""
         read = int(self._said("readers") or 0)
         return read >= self._readers or read >= self._living()
 
@@ -673,7 +673,7 @@ class GroupTrace:
 
 @contextlib.contextmanager
 def explaining(explain: Callable[[str], None]) -> Iterator[None]:
-    """A block with a collective: raise what ``explain(message)`` raises of torch's error, in the place of that."""
+    """A block with a collective. If torch raises, call ``explain(message)``, whose OrderError replaces torch's."""
     try:
         yield
     except OrderError:

@@ -56,7 +56,7 @@ class FlatParamSpec:
     outer_group: Group | None = None
     predivide: float = 1.0  # gradients are divided by it before the reduction
     postdivide: float = 1.0  # and by this afterwards
-    offloads: bool = False  # gradients go to the host
+    offloads: bool = False  # accumulated gradients lie in host memory
     in_order: bool = False  # parts of the ranks are added to the gradient one after the other, and not divided
     device: torch.device | None = None  # the device to compute on if the shard is on the host, else None
     extension: Extended | None = None  # makes other tensors for modules from views; None: modules see the views
@@ -69,7 +69,7 @@ class ShardSlice(NamedTuple):
 
     original: ParamInfo
     start: int  # first element, in the shard
-    numel: int  # -1: this rank holds nothing of it
+    numel: int  # -1: this rank holds nothing of the parameter
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -193,9 +193,9 @@ class FlatParam:
             self.flat.data = self.flat.detach().pin_memory()
 
     def leave_memory(self) -> bool:
-        """Move the shard if the user has kept data of a parameter (``kept = param.data``): they stay as they are.
+        """Move the shard if the user has kept data of a parameter (``kept = param.data``), so that the kept data stay.
 
-        Before other data of a parameter are copied into the shard. A shard that nobody else holds stays where it is.
+        Call it before other data of a parameter are copied into the shard. A shard that nobody else holds stays.
         Without original parameters the core does this itself (``leave_memory`` in tensor/fp_flat_buffer.hpp).
         Returns whether it has moved: call ``describe()`` then.
         """

@@ -121,16 +121,16 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
         device_mesh: a mesh in the place of ``process_group``; with two dimensions for hybrid strategies and LayerZero.
         placement: the groups for parameters, gradients and optimizer state (:class:`Placement`), in the place of
             strategy and process group.
-        segments: a unit has a flat parameter for each dtype, and for frozen parameters others, which have no gradient
-            memory and are not reduced.
+        segments: a unit has a flat parameter for each dtype. Frozen parameters have flat parameters of their own, which
+            have no gradient memory and are not reduced.
         shard_alignment: parameters and shards start at multiples of so many bytes, a power of two (None: 16 on CUDA,
             else torch's layout).
         atomic: which elements stay on one rank: ``"row"``, the elements with one index of dimension 0, or a
             callable(param) that returns the number of elements of a block.
         offload_grads: for LAYER_ZERO and LAYER_ZERO_NESTED: accumulated gradients lie in host memory.
         check_values: compare digests of the initial values over the ranks.
-        min_unit_bytes: units with fewer unsharded bytes that follow each other are gathered as one, until it has so
-            many bytes; in forward from the second one on. 0: each by itself.
+        min_unit_bytes: consecutive units with fewer unsharded bytes are gathered together, until they have so many
+            bytes; in forward from the second forward on. 0: each unit by itself.
         reduction: None: ``.grad`` is the average over the ranks. ``"ordered"``: the sum, to which the ranks' gradients
             are added one by one: its bits do not depend on the number of ranks (docs/equality.md).
 
@@ -213,9 +213,9 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             self._join_registry(agreed, own)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Exchange a tensor or module of the wrapped module there: nobody would compute with it on the wrapper.
+        """Set a name that is a tensor or module of the wrapped module there: on the wrapper it would not be used.
 
-        What a subclass sets stays its own.
+        A subclass sets all names on the wrapper.
         """
         self._holder(name, value).__setattr__(name, value)
 
@@ -358,7 +358,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     ) -> dict[nn.Module, dict[str, Any]]:
         """Map each descendant that becomes a unit to its constructor's arguments. Checks the policy.
 
-        They are those that ``policy`` selects, and modules of the classes that mixed precision ignores.
+        The policy selects them; modules of the classes that mixed precision ignores become units, too.
         """
         for path, inner in module.named_modules():
             if isinstance(inner, Wrapper):
