@@ -85,7 +85,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor unsharded_data; // the same memory, another version counter: autograd does not see writes to it
     at::Tensor filling;        // the same memory, another storage: a gather writes to it while unsharded is hidden
     bool keeps_size = true;    // the storage of unsharded tells its size while it is freed
-    bool is_hidden = false; // an access to unsharded or a view raises, as values may be missing: fp_flat_buffer_hide()
+    bool is_hidden = false;    // an access to unsharded or a view raises, as values may be missing
     fp_data_state data = FP_DATA_SHARDED; // the state of unsharded; only fp::move changes it
     at::Tensor secondary_shard;           // [total / secondary.n] in the compute dtype: secondary.group gathers from it
     at::Tensor next_secondary_shard;      // nested: the next one, while it is gathered
@@ -99,11 +99,11 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     // after the wait (Way in fp_reduce.cpp). After the wait: the reduced gradient; on the host it is valid after has_arrived.
     at::Tensor reduce_output;
     fp::Pending reduction;
-    bool is_divided = false;             // the reduced gradient is divided by postdivide already
-    std::optional<fp::Mark> was_read;    // after the copy from a shard on the host; none: nothing to wait for
-    std::optional<fp::Mark> was_filled;  // after a gather on a device without a collective: a conversion or a copy
-    std::optional<fp::Mark> has_arrived; // after the copy to a shard's gradient on the host
-    fp::Home home;                       // of the memory of unsharded
+    bool is_divided = false;                       // the reduced gradient is divided by postdivide already
+    std::optional<fp::Mark> was_read;              // after the copy from a shard on the host; none: nothing to wait for
+    std::optional<fp::Mark> was_filled;            // after a gather by a copy, without a collective
+    std::optional<fp::Mark> has_arrived;           // after the copy to a shard's gradient on the host
+    fp::Home home;                                 // of the memory of unsharded
     fp_gradient_state gradient = FP_GRADIENT_NONE; // only fp::move changes it
     uint32_t trained = 0;                          // a hash of which parameters require grad
     fp::StorageCount sources;                      // storages of the shard

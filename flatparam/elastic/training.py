@@ -64,8 +64,8 @@ _here = threading.local()
 class Session:
     """The training of one rank, through all its epochs, in the thread that called ``start``. Read ``steps`` first.
 
-    It owns the snapshots, and makes and ends the worlds. ``step``: the number of steps that are done. ``generations``: the snapshots,
-    oldest first: at most two, or three from the first commit of an epoch to the second.
+    It owns the snapshots, and makes and ends the worlds. ``step``: the number of steps that are done. ``generations``:
+    the snapshots, oldest first: at most two, or three from the first commit of an epoch to the second.
     """
 
     def __init__(
