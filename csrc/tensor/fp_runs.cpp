@@ -167,7 +167,7 @@ StepRuns::has_last_step(const StepPiece &piece, bool follows_last)
     float *const step = is_next ? last_step_ + 1 : step_of(tensor);
     const float *const before = last_step_ != nullptr ? last_step_ : step_of(*last_.tensors[2]);
     last_step_ = step;
-    return *step == *before;
+    return step != nullptr && *step == *before; // nullptr: somebody has made the storage shorter
 }
 
 void
@@ -223,17 +223,24 @@ over(const at::Tensor &first, int64_t numel, int64_t skipped = 0)
     return whole;
 }
 
-// make: returns the new reference that becomes item i.
+// Throws the Python exception that is set if object is nullptr.
+PyObject *
+or_throw(PyObject *object)
+{
+    if (object == nullptr) {
+        throw python_error();
+    }
+    return object;
+}
+
+// make: returns the new reference that becomes item i, or nullptr with an exception.
 template <typename Make>
 PyObject *
 new_list(size_t n, const Make &make)
 {
-    THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(n)));
-    if (list.get() == nullptr) {
-        throw python_error();
-    }
+    THPObjectPtr list(or_throw(PyList_New(static_cast<Py_ssize_t>(n))));
     for (size_t i = 0; i < n; i++) {
-        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), make(i));
+        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), or_throw(make(i)));
     }
     return list.release();
 }
@@ -247,7 +254,7 @@ new_list(const std::vector<PyObject *> &items)
 PyObject *
 StepRuns::lists() const
 {
-    THPObjectPtr out(PyTuple_New(static_cast<Py_ssize_t>(kinds_) + 2));
+    THPObjectPtr out(or_throw(PyTuple_New(static_cast<Py_ssize_t>(kinds_) + 2)));
     const auto others = [&](size_t r) {
         const Py_ssize_t rest = runs_[r].count - 1;
         return !steps_     ? PyLong_FromSsize_t(rest + 1)

@@ -25,6 +25,8 @@ Promises:
   are refused by name before anything is stepped, also of other groups:
   `test_a_step_that_raises_counts_for_all_or_none`, `test_steps_of_one_element_count_for_all_of_a_run`,
   `test_a_state_of_another_shape_is_refused_by_name`
+- steps without their memory end runs, and failed allocations raise:
+  `test_steps_whose_storage_was_made_shorter_end_runs`, `test_allocation_failures_raise`
 - a parameter that is in a group twice steps as with torch: `test_a_parameter_twice_in_a_group_steps_as_with_torch`,
   `test_a_parameter_twice_in_a_group_keeps_what_torch_does_wrong_away`
 - joining the states keeps one kind of them twice at a time, and the dicts that the optimizer had:
@@ -796,6 +798,38 @@ def test_a_compiled_step_is_torchs(name):
             take()
             others.step()
             assert_equal(mine, ours, theirs, others)
+
+
+def test_steps_whose_storage_was_made_shorter_end_runs():
+    mine = side_by_side([4, 4, 4])
+    ours = optim.AdamW(mine, lr=0.01)
+    for step in range(2):
+        give_grads(step, mine)
+        ours.step()
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert len(_C.runs(mine, ours.state, keys, True, True, False)[0]) == 1
+    ours.state[mine[0]]["step"].untyped_storage().resize_(4)
+    assert len(_C.runs(mine, ours.state, keys, True, True, False)[0]) > 1
+
+
+def test_allocation_failures_raise():
+    """Each allocation of the interpreter's that a search for runs makes fails once."""
+    testcapi = pytest.importorskip("_testcapi")  # some distributions leave it out
+    mine = side_by_side([4, 4])
+    give_grads(0, mine)
+    kept = [(None,) * 4 for _ in range(5_000)]  # no tuple of the result's size is left to be used again
+    failures = 0
+    for k in range(1, 50):
+        testcapi.set_nomemory(k, k + 1)
+        try:
+            _C.runs(mine, {}, (), False, True, False)
+            break
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError):
+            failures += 1
+        finally:
+            testcapi.remove_mem_hooks()
+    assert failures > 0
+    assert len(kept) == 5_000
 
 
 def test_arguments_of_another_kind_are_refused():
