@@ -18,7 +18,7 @@ import accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import meet_in_a_server, run_ranks
+from gloo import leave_world, meet_in_a_server, run_ranks
 
 from flatparam import elastic
 from flatparam.elastic import training
@@ -36,7 +36,7 @@ def begun(library):
     torch.sim.set_rng_state = lambda state, device: drawn.append(state)
     meet_in_a_server()
     store, rank = store_of_world(), dist.get_rank()
-    dist.destroy_process_group()
+    leave_world()
     session = training.Session(store, f"{rank}.0", 2, "parity", 1, datetime.timedelta(seconds=60))
     training.begin_session(session, lambda: bodies.adam_of(here.device, None))
     return here, session, drawn

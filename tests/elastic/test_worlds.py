@@ -94,8 +94,7 @@ MEMBERS = ["0.0", "1.0", "2.0"]
 def session_of_rank(every=1):
     gloo.meet_in_a_server()
     store, rank, size = store_of_world(), dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo.leave_world()
     return rank, Session(store, f"{rank}.0", size, "parity", every, datetime.timedelta(seconds=60))
 
 

@@ -189,6 +189,8 @@ class _Rank:
         code = self.process.exitcode
         if code is None:
             how = "did not end in time"
+            os.kill(self.process.pid, signal.SIGQUIT)  # it prints where its threads are
+            time.sleep(0.3)
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
@@ -242,6 +244,7 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable(file=output)
+    faulthandler.register(signal.SIGQUIT, file=output)
     faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=output)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(environment or {})
@@ -264,8 +267,7 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
         result = pickle.dumps(fn(*args))
         for check in checks:
             check()
-        dist.barrier()
-        dist.destroy_process_group()
+        leave_world()
         writing.send_bytes(pickle.dumps(("ok", result)))
     except BaseException:
         writing.send_bytes(pickle.dumps(("error", traceback.format_exc())))
@@ -275,14 +277,19 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
         writing.close()
 
 
+def leave_world():
+    """Destroy the world when all its ranks are connected: one that still connects would fail if another one left."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def meet_again(store, backend="gloo"):
     """The world anew, with another store. A rank that is killed while it writes to a FileStore leaves half a record.
 
     The others would read at its end for ever: torch's File::read takes no end of a file for an error.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # who still connects to the others fails where one of them goes
-    dist.destroy_process_group()
+    leave_world()
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import ends_of_ranks, note
+from gloo import ends_of_ranks, leave_world, note
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
@@ -30,8 +30,7 @@ def calls_after_the_process_group(has_new_world):
     optimizer.step()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_world()
     if has_new_world:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     before = [p.detach().clone() for p in model.parameters()]
