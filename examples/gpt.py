@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/gpt.py
     torchrun --nproc-per-node 2 examples/gpt.py --bf16 --checkpoint run/gpt    # once more: it goes on from there
 
-The text is Python's own help pages, as bytes, so nothing is downloaded. The last lines on a CPU:
+The text is Python's own help pages, as bytes, so nothing is downloaded. The last lines on a CPU, of Python 3.11:
 
     step 40: loss 2.86
     2 ranks, FULL_SHARD, fp32: each holds 67,456 of 134,912 parameters

@@ -37,10 +37,14 @@ def stat_fields(pid):
 
 
 def children_of(parent):
-    """The processes that ``parent`` started and that live, in the order of their start."""
+    """The processes that ``parent`` started and that live, in the order of their start.
+
+    Without the one that multiprocessing starts from Python 3.14 on in a fork, too, to clean up after them.
+    """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     alive = [(fields, pid) for pid in pids if (fields := stat_fields(pid)) is not None]
-    return [pid for _, pid in sorted((int(fields[19]), pid) for fields, pid in alive if int(fields[1]) == parent)]
+    found = sorted((int(fields[19]), pid) for fields, pid in alive if int(fields[1]) == parent)
+    return [pid for _, pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 STARTING, TRAINING = "starting", "step    6"  # how lines begin that the demo prints then

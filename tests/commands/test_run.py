@@ -62,6 +62,7 @@ class Point:
 
 def report():
     kept = {name: value for name, value in vars(__main__).items() if name.startswith("__")}
+    kept.pop("__annotate__", None)  # of Python 3.14: a function
     kept["__builtins__"] = type(kept["__builtins__"])
     kept["__loader__"] = type(kept["__loader__"])
     kept["__spec__"] = kept["__spec__"] and (kept["__spec__"].name, kept["__spec__"].origin, kept["__spec__"].cached)

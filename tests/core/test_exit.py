@@ -1,6 +1,7 @@
 """The exit status of a process that has lost values."""
 
 import platform
+import signal
 
 import forked_scripts
 import pytest
@@ -23,17 +24,19 @@ STATUSES = {  # of programs
 READS = """
 import ctypes, signal, threading, time
 os.dup2(os.pipe()[0], 0)
-signal.alarm(60)
+signal.alarm(20)
 libc = ctypes.CDLL(None)
 stdin = ctypes.c_void_p.in_dll(libc, "stdin")
 threading.Thread(target=lambda: libc.getc(stdin), daemon=True).start()
 time.sleep(0.5)
 """
+PLAIN_READS = f"import os\n{READS}"
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     programs = {code: (f"{BEGIN}\n{code}", []) for code in (*STATUSES, READS)}
+    programs[PLAIN_READS] = PLAIN_READS, []
     found = forked_scripts.run(programs.values(), tmp_path_factory.mktemp("ends"))
     return dict(zip(programs, found, strict=True))
 
@@ -47,6 +50,8 @@ def test_the_status_takes_the_place_of_0(ends, code):
 
 @with_glibc
 def test_a_thread_that_reads_does_not_hold_up_the_end(ends):
+    if ends[PLAIN_READS].status == -signal.SIGALRM:
+        pytest.skip("this glibc waits at the end of any process for a stream that is read, as 2.43 does")
     assert ends[READS].status == 7, ends[READS].err
 
 

@@ -24,6 +24,7 @@ import flatparam.dropin.flat_param as our_flat_param
 install = importlib.import_module("flatparam.dropin.install")
 
 OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__static_attributes__", "__firstlineno__"}
+OF_EVERY_CLASS |= {"__annotate_func__", "__annotations_cache__"}  # of Python 3.14
 
 
 def differences(theirs, ours):

@@ -6,6 +6,7 @@ point of the disk is where a thread of the rank makes, writes, syncs, renames or
 """
 
 import random
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,13 @@ KINDS: dict[str, tuple[int, int]] = {
 def kinds_of(*places: int) -> list[str]:
     """Return the kinds of faults that strike at points of ``places``."""
     return [kind for kind, (place, _) in KINDS.items() if place in places]
+
+
+# Faults that the other ranks are told of. In a Python that is no shared library the executable's PyErr_CheckSignals()
+# comes before that of seams.c, so no wait is interrupted.
+LOSSES = [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"]
+if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+    LOSSES.remove("is interrupted in a wait")
 
 
 class UserError(ValueError):

@@ -33,7 +33,7 @@ import pytest
 import torch
 
 from tests.simulation import checkers, faulty_programs
-from tests.simulation.faults import SEAMS, USER, Fault, draw, kinds_of
+from tests.simulation.faults import LOSSES, USER, Fault, draw, kinds_of
 from tests.simulation.process import simulated
 
 # Of a rank that no fault strikes: points of the seams by strategy, and of user code
@@ -52,7 +52,7 @@ def runs(kind, seeds, host=False, sizes=(2, 3, 4), hooks=False, machines=False):
         yield simulated(faulty_programs.train, size, seed, strategy, 0.01, hooks, faults=faults, **where), size
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"])
+@pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("first", [0, 5, 10, 15])
 @pytest.mark.sweep(7)
 def test_the_others_are_told_alike_and_in_time(kind, first):

@@ -130,9 +130,12 @@ def warnings_of_ranks(size, here):
 
 
 def _copy_of_warnings():
-    spec = importlib.util.find_spec("warnings")
+    in_python = "_py_warnings" if sys.version_info >= (3, 14) else "warnings"
+    spec = importlib.util.find_spec(in_python)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if sys.version_info >= (3, 14):
+        module._set_module(module)
     module.filters = list(_DEFAULTS)
     return module
 

@@ -22,6 +22,7 @@ The hooks end the worlds whose boards were made under the present process number
 
 import atexit
 import contextlib
+import functools
 import math
 import multiprocessing.util
 import os
@@ -31,6 +32,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -496,51 +499,96 @@ def _report_after(before: Callable[..., Any], kind: Any, error: BaseException, w
 
 
 def _at_exit() -> None:
-    _end_worlds(getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None)  # no hook without a model
+    if not _children.have_ended:
+        _end_worlds(getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None)  # no hook without a model
     stop_answering()
     if has_lost():
         _C.set_exit_status(1)
 
 
 class _Children:
-    """The end of processes of ``multiprocessing``, which run neither ``atexit`` functions nor ``sys.excepthook``."""
+    """The end of processes of ``multiprocessing``, which run neither ``atexit`` functions nor ``sys.excepthook``.
+
+    From Python 3.13 on they run exit functions, but after the error is gone and threads are joined. So the child's
+    ``run()`` is wrapped, which sees the error in every version. In a child that imports this module later, in its
+    ``run()``, exit functions of the older versions see it; for the newer ones only the exit status is known.
+    """
 
     def __init__(self) -> None:
-        self._process = 0
+        self._process, self.have_ended = 0, False
         self.calls: set[Callable[[], object]] = set()  # made at the end, while its thread still answers
 
     def begin(self) -> None:
+        """At the start of a child, before its ``run()``."""
         if not dist.is_initialized():  # else a rank has forked this process, and it is no rank
             begin_process()
-            self.join_in()
+            self._take_part()
+            child: Any = multiprocessing.current_process()
+            child.run = functools.partial(self._run, child.run)
 
     def join_in(self) -> None:
-        if multiprocessing.parent_process() is not None and self._process != os.getpid():
-            self._process = os.getpid()
-            self.calls = set()  # a forked process inherits its parent's
-            multiprocessing.util.Finalize(None, self._end, exitpriority=100)
+        if multiprocessing.parent_process() is None or self._process == os.getpid():
+            return
+        self._take_part()
+        if sys.version_info < (3, 13):
+            multiprocessing.util.Finalize(None, lambda: self._end(sys.exc_info()[1]), exitpriority=100)
             multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after other libraries'
+        else:
+            threading._register_atexit(self._end_late)  # type: ignore[attr-defined]
 
-    def _end(self) -> None:
-        error = sys.exc_info()[1]
+    def _take_part(self) -> None:
+        self._process, self.have_ended, self.calls = os.getpid(), False, set()  # a forked process inherits its parent's
+
+    def _run(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            if not _is_success(error):
+                self._end(error)
+                raise
+        self._end(None)
+        self._end_with_status()
+
+    def _end(self, error: BaseException | None) -> None:
         if not _is_success(error):  # first, since the calls may wait, and the others should not wait with them
             _end_worlds(error)
         for call in self.calls:
             call()
         _end_worlds(error)
         stop_answering()
+        self.have_ended = True
 
     def _end_with_status(self) -> None:
         if has_lost() and _is_success(sys.exc_info()[1]):
             raise SystemExit(1)
 
+    def _end_late(self) -> None:
+        """Before threads are joined, in the frame that keeps the status and gives it to the system."""
+        if self._process != os.getpid():  # a fork of the child
+            return
+        frame: Any = sys._getframe()
+        while frame.f_code is not vars(BaseProcess)["_bootstrap"].__code__:
+            frame = frame.f_back
+        self._end(SystemExit(frame.f_locals["exitcode"]))
+        if has_lost() and frame.f_locals["exitcode"] == 0:
+            frame.f_locals["exitcode"] = 1
+
 
 _children = _Children()
 atexit.register(_at_exit)
 multiprocessing.util.register_after_fork(_children, _Children.begin)
+if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child that is spawned runs no hooks
+    spawned: Any = SpawnProcess
+    spawned._after_fork = _children.begin
 note(
     FOR_GOOD,
-    ["atexit:register", "multiprocessing.util:register_after_fork", "multiprocessing.util:Finalize"],
+    [
+        "atexit:register",
+        "multiprocessing.util:register_after_fork",
+        "multiprocessing.context:SpawnProcess._after_fork",
+        "multiprocessing.util:Finalize",
+        "threading:_register_atexit",
+    ],
     "Tell the other ranks at the end of a process whether it has finished, and with which error it has failed.",
     "tests/fsdp/desync/test_fsdp_lost_ranks.py",
     "None is needed: the functions do nothing in a process without a world.",

@@ -29,7 +29,7 @@ from benchmarks.c_testing import _C_testing
 from flatparam.fsdp.desync import torch_collectives
 from flatparam.fsdp.errors import OrderError, StateError
 from tests.simulation import checkers, faulty_programs
-from tests.simulation.faults import SEAMS, USER, Fault, draw, kinds_of
+from tests.simulation.faults import LOSSES, Fault, draw
 from tests.simulation.process import simulated
 
 pytestmark = pytest.mark.multiprocess
@@ -146,7 +146,7 @@ def test_a_hook_of_the_gather_that_frees_a_unit(monkeypatch, uses):
         assert root.state == "IDLE"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_ranks_that_are_lost(kind):
     seen = 0
     for seed in range(6):
