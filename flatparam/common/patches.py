@@ -183,16 +183,7 @@ def replaced() -> list[str]:
 
 def names_of(thing: object, under: str = "") -> list[tuple[ModuleType, str]]:
     """Return ``(module, name)`` for each global name that refers to ``thing``, of imported modules ``under...``."""
-    modules = _modules([name for name in list(sys.modules) if name.startswith(under)])
-    return [(module, name) for module in modules for name in _names_in(module, thing)]
-
-
-def _modules(names: Sequence[str]) -> list[ModuleType]:
-    return [module for module in map(sys.modules.get, names) if isinstance(module, ModuleType)]
-
-
-def _names_in(module: ModuleType, thing: object) -> list[str]:
-    return [name for name, value in list(vars(module).items()) if value is thing]
+    return [place for place in _C.names_of(sys.modules, thing) if place[0].__name__.startswith(under)]
 
 
 @dataclass(eq=False)
@@ -313,7 +304,7 @@ def _write(place: Place, value: Any) -> None:
 def _rebind(pairs: Sequence[tuple[Any, Any]], modules: Sequence[str]) -> None:
     """Let names that ``modules`` have imported refer to the originals."""
     originals = {id(ours): original for original, ours in pairs if original is not _ABSENT}
-    for module in _modules(modules):
+    for module in filter(lambda module: isinstance(module, ModuleType), map(sys.modules.get, modules)):
         for name, value in list(vars(module).items()):
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
@@ -336,7 +327,7 @@ class _Hook(_Change):
     def take_back(self) -> bool:
         hooks = self._handle.hooks_dict_ref()
         (module,) = self.modules
-        name = _names_in(sys.modules[module], hooks)[0]
+        ((_, name),) = _C.names_of({module: sys.modules[module]}, hooks)
         self.count(-1)
         is_removed = _C.remove_unless_read(hooks, self._handle.id, name)
         if not is_removed:
