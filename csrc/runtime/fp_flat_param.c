@@ -271,8 +271,9 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name, int leaves
     else if (status >= 0 && misfit >= 0) {
         PyErr_Format(
             PyExc_ValueError,
-            "%U: the new data of parameter `%U` of a %.200s have another shape, dtype or device than it has "
-            "there, or are sharded, freed or resized, so they are dropped: give it data that fit, or wrap it anew",
+            "%U: the new data of parameter `%U` of a %.200s have another shape, dtype or device than it has there, are "
+            "sharded, freed or resized, or came with another tensor (torch.utils.swap_tensors), so they are dropped: "
+            "give it data that fit, or wrap it anew",
             name, flat_param->attributes.items[misfit].name,
             Py_TYPE(flat_param->attributes.items[misfit].module)->tp_name);
         status = -1;

@@ -60,6 +60,14 @@ set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::st
     }
 }
 
+/* Whether view has no place in the graph that the forward records: torch.utils.swap_tensors() has given it another tensor. */
+bool
+is_swapped(const fp_flat_buffer &flat, const at::Tensor &view)
+{
+    const auto *meta = torch::autograd::impl::get_autograd_meta(view);
+    return flat.node && (meta == nullptr || meta->grad_fn_ != flat.node);
+}
+
 } // namespace
 
 void
@@ -251,9 +259,9 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             }
             const fp::View &place = flat->geometry->views[i];
             const at::Tensor view = THPVariable_Unpack(views[i]);
-            if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
-                view.scalar_type() == flat->unsharded.scalar_type() && view.device() == flat->unsharded.device() &&
-                fp::has_memory(view)) {
+            if (!fp::is_swapped(*flat, view) && fp::is_plain_tensor(view) &&
+                view.sizes() == c10::IntArrayRef(place.shape) && view.scalar_type() == flat->unsharded.scalar_type() &&
+                view.device() == flat->unsharded.device() && fp::has_memory(view)) {
                 const at::Tensor values = at::empty({place.numel}, flat->unsharded_data.options());
                 fp::alias(values, place.shape, place.stride, 0)
                     .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
@@ -261,6 +269,9 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             }
             else {
                 *misfit = static_cast<Py_ssize_t>(i);
+                if (fp::is_swapped(*flat, view)) {
+                    torch::autograd::impl::set_gradient_edge(view, {flat->node, static_cast<uint32_t>(i)});
+                }
             }
             view.set_data(fp::alias(flat->unsharded, place));
         }

@@ -6,6 +6,8 @@ Promises:
 - data that weights get or exchange between backward and the optimizer's step are stepped:
   `test_data_are_stepped_that_come_between_backward_and_step`
 - data of a weight that is sharded are refused for another weight, which is named: `test_data_of_a_sharded_weight`
+- a weight that a forward swaps with another tensor, whose gradient nobody would reduce, is refused by name, and the
+  weights are as before: `test_a_weight_is_swapped_in_a_forward`
 - a module with parameters of one unit is refused in another one, by name; whole units may move:
   `test_modules_stay_in_their_unit`
 - a buffer, parameter or module that a program sets on a wrapper replaces that of the wrapped module, whose forward uses
@@ -165,9 +167,32 @@ def test_data_of_a_sharded_weight():
         _, model = pair("FULL_SHARD", False)
         before = model.layers[1].linear.weight.shape
         model.layers[0].linear.weight.data = model.layers[1].linear.weight.data
-        with pytest.raises(ValueError, match=r"`layers.0`: the new data of parameter `weight` of a .* or are sharded"):
+        with pytest.raises(ValueError, match=r"`layers.0`: the new data of parameter `weight` of a .* are sharded"):
             model(X)
         assert model.layers[0].linear.weight.shape == before
+
+
+def swap_in_forward(strategy, uo):
+    module, model = pair(strategy, uo)
+    train(module, model)
+
+    def swap(linear, _):
+        torch.utils.swap_tensors(linear.weight, nn.Parameter(linear.weight.detach() * 2))
+
+    for recorded in (True, False):
+        hook = model.layers[1].linear.register_forward_pre_hook(swap)
+        with (
+            torch.set_grad_enabled(recorded),
+            pytest.raises(ValueError, match=r"`layers.1`: the new data of parameter `weight` of a .*swap_tensors"),
+        ):
+            model(X)
+        hook.remove()
+        train(module, model)  # nothing has changed
+
+
+@every_setting
+def test_a_weight_is_swapped_in_a_forward(strategy, uo):
+    simulate_ranks(swap_in_forward, 2, strategy, uo)
 
 
 def move_modules(strategy, uo):
