@@ -225,7 +225,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
     def _holder(self, name: str, value: Any) -> Any:
         """Return the module that has a tensor or module ``name``, or None there, which ``value`` may replace.
 
-        It is the wrapped module or an activation checkpoint wrapper around it; else ``super()`` of this wrapper.
+        It is the wrapped module or a wrapper around it, of activation checkpoints or a unit's; else ``super()``.
         """
         inner = vars(self).get("_modules", {}).get(FSDP_WRAPPED_MODULE)
         while inner is not None and type(self) is FullyShardedDataParallel:
@@ -233,7 +233,7 @@ class FullyShardedDataParallel(TorchNames, metaclass=_Class):
             is_part = isinstance(now, Tensor) or (now is None and isinstance(value, (Tensor, nn.Module, type(None))))
             if is_part or any(name in place for place in (inner._parameters, inner._buffers, inner._modules)):
                 return super() if name in (*nn.Module.__dir__(self), *Wrapper.__annotations__) else inner
-            inner = inner._modules.get("_checkpoint_wrapped_module")
+            inner = inner._modules.get("_checkpoint_wrapped_module", inner._modules.get(FSDP_WRAPPED_MODULE))
         return super()
 
     def _choose_placement(self, arguments: dict[str, Any], has_policy: bool) -> None:

@@ -11,7 +11,8 @@ Promises:
 - a module with parameters of one unit is refused in another one, by name; whole units may move:
   `test_modules_stay_in_their_unit`
 - a buffer, parameter or module that a program sets on a wrapper replaces that of the wrapped module, whose forward uses
-  it, and so does a buffer given to `functional_call`: `test_what_is_set_on_the_wrapper_is_set_in_the_module`
+  it, and so does a buffer given to `functional_call`: `test_what_is_set_on_the_wrapper_is_set_in_the_module`,
+  `test_a_wrapper_around_a_unit_passes_it_on`
 - a part that a subclass of the wrapper sets does not replace the wrapped module's, and setting an attribute calls no
   property of the wrapped module: `test_what_others_mean_by_a_name_stays_theirs`
 """
@@ -253,6 +254,16 @@ def set_on_wrapper(strategy, uo, within):
 @every_setting
 def test_what_is_set_on_the_wrapper_is_set_in_the_module(strategy, uo, within):
     simulate_ranks(set_on_wrapper, 2, strategy, uo, within)
+
+
+def test_a_wrapper_around_a_unit_passes_it_on():
+    with fake_world(2):
+        unit = FSDP(Net())
+        model = FSDP(checkpoint_wrapper(unit))
+        model.mask = torch.tensor([1.0, 0.0, 1.0, 2.0])
+        assert unit.module.mask is model.mask
+        del model.mask
+        assert not hasattr(unit.module, "mask")
 
 
 class Dressed(FSDP):
