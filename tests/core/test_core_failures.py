@@ -158,7 +158,7 @@ def test_each_allocation_of_the_interpreter_fails_once(name, nomem):
 
 def test_the_failures_do_come(nomem):
     assert check_every_failure(CALLS["Layout"], nomem) >= 1
-    assert check_every_failure(CALLS["boxes_of_range"], nomem) >= 4
+    assert check_every_failure(CALLS["boxes_of_range"], nomem) >= 2  # Python 3.14 allocates less
     assert check_every_failure(CALLS["Layout of a negative size"], nomem) >= 2
 
 

@@ -6,9 +6,9 @@ point of the disk is where a thread of the rank makes, writes, syncs, renames or
 """
 
 import random
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 HEARTBEAT = 10.0  # the default of FLATPARAM_HEARTBEAT
 
@@ -34,10 +34,10 @@ def kinds_of(*places: int) -> list[str]:
     return [kind for kind, (place, _) in KINDS.items() if place in places]
 
 
-# Faults that the other ranks are told of. In a Python that is no shared library the executable's PyErr_CheckSignals()
-# comes before that of seams.c, so no wait is interrupted.
+# Faults that the other ranks are told of. In a Python that is no shared library, as Debian's, the executable's
+# PyErr_CheckSignals() comes before that of seams.c, so no wait is interrupted.
 LOSSES = [kind for kind in kinds_of(SEAMS, USER) if kind != "is late"]
-if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+if "libpython" not in Path("/proc/self/maps").read_text():
     LOSSES.remove("is interrupted in a wait")
 
 
