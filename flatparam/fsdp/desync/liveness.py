@@ -412,7 +412,7 @@ def _end_worlds(error: BaseException | None) -> None:
 
 def _is_success(error: object) -> bool:
     """Whether a process that ends with ``error`` ends with status 0."""
-    return error is None or (isinstance(error, SystemExit) and not error.code)
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def describe(error: BaseException, rank: int, since: str) -> str:
@@ -532,7 +532,8 @@ class _Children:
         self._take_part()
         if sys.version_info < (3, 13):
             multiprocessing.util.Finalize(None, lambda: self._end(sys.exc_info()[1]), exitpriority=100)
-            multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after other libraries'
+            last = -100  # after other libraries'
+            multiprocessing.util.Finalize(None, lambda: self._end_with_status(sys.exc_info()[1]), exitpriority=last)
         else:
             threading._register_atexit(self._end_late)  # type: ignore[attr-defined]
 
@@ -543,11 +544,11 @@ class _Children:
         try:
             run()
         except BaseException as error:
-            if not _is_success(error):
-                self._end(error)
-                raise
+            self._end(error)
+            self._end_with_status(error)
+            raise
         self._end(None)
-        self._end_with_status()
+        self._end_with_status(None)
 
     def _end(self, error: BaseException | None) -> None:
         if not _is_success(error):  # first, since the calls may wait, and the others should not wait with them
@@ -558,8 +559,8 @@ class _Children:
         stop_answering()
         self.have_ended = True
 
-    def _end_with_status(self) -> None:
-        if has_lost() and _is_success(sys.exc_info()[1]):
+    def _end_with_status(self, error: BaseException | None) -> None:
+        if has_lost() and _is_success(error):
             raise SystemExit(1)
 
     def _end_late(self) -> None:

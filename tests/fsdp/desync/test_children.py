@@ -6,6 +6,7 @@ Promises:
 - where the child has imported flatparam only in its function, the others are told at least that it has ended:
   `test_the_end_is_told_where_flatparam_was_imported_late`; for lost values it has another status, as in
   `test_fsdp_lost_values.py::test_so_does_a_child`: `test_so_has_a_child_that_imports_flatparam_late`
+- a child ends with the status that Python gives it: `test_the_status_of_a_child_stays`
 """
 
 import multiprocessing
@@ -57,7 +58,7 @@ def raises(rank, folder, how):
 
 
 def ends(way, call, *arguments):
-    """Start two children; return their exit codes."""
+    """Start a child for each of the arguments; return their exit codes."""
     context = multiprocessing.get_context(way)
     children = [context.Process(target=call, args=each) for each in zip(*arguments, strict=True)]
     try:
@@ -95,3 +96,8 @@ def test_the_end_is_told_where_flatparam_was_imported_late(tmp_path):
 def test_so_has_a_child_that_imports_flatparam_late(tmp_path):
     arguments = [str(simulated.build())] * 2, [str(tmp_path)] * 2, [0, 1], ["reads_what_is_lost"] * 2
     assert ends("spawn", late_import.call, ["test_fsdp_lost_values"] * 2, ["end"] * 2, *arguments) == [1, 0]
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_the_status_of_a_child_stays(way):
+    assert ends(way, sys.exit, [None, 0, 3, "", "no data"]) == [0, 0, 3, 1, 1]
