@@ -553,11 +553,13 @@ class _Children:
     def _end(self, error: BaseException | None) -> None:
         if not _is_success(error):  # first, since the calls may wait, and the others should not wait with them
             _end_worlds(error)
-        for call in self.calls:
-            call()
-        _end_worlds(error)
-        stop_answering()
-        self.have_ended = True
+        try:
+            for call in self.calls:
+                call()
+        finally:  # Ctrl-C may end the wait, and a warning be an error
+            _end_worlds(error)
+            stop_answering()
+            self.have_ended = True
 
     def _end_with_status(self, error: BaseException | None) -> None:
         if has_lost() and _is_success(error):
